@@ -1,0 +1,41 @@
+"""Effects of ClusterState: what its driver is to do, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.core.ids import FrontId, WorkerId
+from cluster.core.messages import Command, ToFrontMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToWorker:
+    """Send the command to that life of the worker. `body_of`: attach the body of that request."""
+
+    worker: WorkerId
+    command: Command
+    body_of: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToFront:
+    front: FrontId
+    message: ToFrontMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropBody:
+    """The request is forgotten: so must be its body."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUpWorker:
+    """That life is given up (silent, or its stream ended): end its process if it still runs, and its streams."""
+
+    worker: WorkerId
+    reason: str
+
+
+Effect = ToWorker | ToFront | DropBody | GiveUpWorker

@@ -1,0 +1,60 @@
+"""Names of things that live in a cluster, and the small enumerations everyone shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class WorkerId:
+    """One life of a worker: its name plus a counter that rises at every start."""
+
+    name: str
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.name}#{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class FrontId:
+    """One life of a front."""
+
+    name: str
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.name}#{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AttemptId:
+    """One attempt at running a request. The coordinator numbers attempts from 1."""
+
+    request_id: str
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id}/{self.attempt}"
+
+
+class Role(Enum):
+    """What a pool's workers are for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Outcome(Enum):
+    """How a request ends; every request ends in exactly one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    REJECTED_INVALID = "rejected_invalid"
+    REJECTED_OVERLOAD = "rejected_overload"
+    WORKER_LOST = "worker_lost"
+    TRANSFER_FAILED = "transfer_failed"
+    INTERNAL = "internal"

@@ -1,0 +1,496 @@
+"""What fronts, the coordinator and workers say to each other, as plain data.
+
+`cluster.wire` maps each class one to one onto a protobuf message; the simulator delivers them as they are. Two kinds
+of content never pass through these classes, because the coordinator's state must not hold them: a request's *body*
+(prompt ids, sampling parameters, ids already delivered; `engine.core.request.RequestBody`) travels beside the message
+that `carries a body`, and KV blocks travel between workers.
+
+Durations are relative (`_ms`, `_ns` of remaining time), since hosts' clocks differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.core.ids import AttemptId, FrontId, Outcome, Role, WorkerId
+
+# ---- shared parts ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEndpoint:
+    """Where one rank of a worker is reached by one transport. `endpoint` is opaque to all but that transport."""
+
+    rank: int
+    transport: str
+    endpoint: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRef:
+    """How others reach a worker: fronts at `token_address` (host:port), peers at `endpoints`."""
+
+    worker: WorkerId
+    token_address: str
+    endpoints: tuple[RankEndpoint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A reserved block: `index` in the sequence, `block_id` and `generation` in the decode worker's pool."""
+
+    index: int
+    block_id: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCounts:
+    total: int
+    free: int
+    active: int
+    cached: int
+    reserved: int
+    quarantined: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegTimeline:
+    """What one worker measured of its part of an attempt; durations in milliseconds, absent parts None.
+
+    Attributes:
+        prefill_ms: from the first chunk's start to the first token's draw.
+        push_ms: from the first write to the commit.
+        decode_ms: from joining the batch to the last token.
+        kv_bytes, kv_early_bytes: pushed in all, and pushed before the last chunk had been computed.
+        kv_transport: name of the transport used.
+        num_cached_tokens: prompt tokens whose KV was found in this worker's prefix cache.
+    """
+
+    waiting_ms: float | None = None
+    prefill_ms: float | None = None
+    push_ms: float | None = None
+    decode_ms: float | None = None
+    kv_bytes: int = 0
+    kv_early_bytes: int = 0
+    kv_transport: str = ""
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+# ---- front -> coordinator -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveRequest:
+    """A request a front still serves, as it re-announces it after a reconnect."""
+
+    request_id: str
+    attempt: int
+    num_delivered: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontHello:
+    front: FrontId
+    address: str
+    live: tuple[LiveRequest, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """A new request. Carries a body. The request id is the idempotency key: a second Submit of it is ignored.
+
+    Attributes:
+        num_prompt_tokens, max_tokens: lengths; block_hashes: of the prompt's full blocks, in order.
+        deadline_ms: time left until the client's deadline, None if it has none.
+        max_latency_ms: the client's own limit on time to first token, None if it has none.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    max_tokens: int
+    block_hashes: tuple[bytes, ...] = ()
+    num_choices: int = 1
+    priority: int = 0
+    tenant: str = ""
+    adapter: str = ""
+    cache_salt: str = ""
+    deadline_ms: int | None = None
+    max_latency_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelRequest:
+    request_id: str
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resubmit:
+    """Answers AttemptFailed: run it again, after the tokens delivered so far. Carries a body (with those ids)."""
+
+    request_id: str
+    failed_attempt: int
+    num_delivered: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLost:
+    """The front cannot reach the worker that should be sending it this attempt's tokens."""
+
+    attempt: AttemptId
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestDone:
+    """The request has ended for its client; the coordinator forgets it."""
+
+    request_id: str
+    outcome: Outcome
+    num_output_tokens: int
+
+
+FrontMessage = FrontHello | Submit | CancelRequest | Resubmit | StreamLost | RequestDone
+
+# ---- coordinator -> front -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontWelcome:
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The request was not admitted. `retry_after_ms` is None where trying again cannot help."""
+
+    request_id: str
+    outcome: Outcome
+    reason: str
+    retry_after_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """The attempt is running: watch these workers. `prefill` is None where decode reads the prompt itself."""
+
+    epoch: int
+    attempt: AttemptId
+    prefill: WorkerRef | None
+    decode: WorkerRef
+    queued_ms: float
+    reserved_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptFailed:
+    """The attempt is over without an outcome. The front answers Resubmit, or RequestDone if it wants no more."""
+
+    epoch: int
+    attempt: AttemptId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRequest:
+    """The coordinator ends the request (deadline, attempts used up, cancelled by an operator)."""
+
+    epoch: int
+    request_id: str
+    outcome: Outcome
+    reason: str
+
+
+ToFrontMessage = FrontWelcome | Refused | Placed | AttemptFailed | EndRequest
+
+# ---- worker -> coordinator ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """What placement needs to know; sent with the hello and with every heartbeat.
+
+    `step_ms_per_token` is the measured cost of one prefill token, 0 while unmeasured.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_prefill_tokens: int = 0
+    num_steps: int = 0
+    step_ms_per_token: float = 0.0
+    decode_step_ms: float = 0.0
+    blocks: BlockCounts = BlockCounts(total=0, free=0, active=0, cached=0, reserved=0, quarantined=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseInfo:
+    """A lease or quarantined run of blocks as its holder sees it. side: `reserved`, `held` or `quarantined`."""
+
+    lease_id: int
+    attempt: AttemptId
+    side: str
+    peer: WorkerId
+    num_blocks: int
+    size_bytes: int
+    age_ms: int
+    remaining_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerHello:
+    """A worker registers. Fields of the compatibility hash are repeated in the clear for error messages.
+
+    `compatibility` must agree between all workers of a cluster (model fingerprint, dtype, block size, layout).
+    """
+
+    ref: WorkerRef
+    pool: str
+    role: Role
+    host: str
+    pid: int
+    model: str
+    compatibility: str
+    compatibility_details: str
+    block_size: int
+    block_size_bytes: int
+    max_model_tokens: int
+    load: WorkerLoad
+    inventory: tuple[AttemptId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    load: WorkerLoad
+    leases: tuple[LeaseInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveGranted:
+    """Decode reserved `blocks` and pinned the `num_cached_blocks` blocks before them."""
+
+    attempt: AttemptId
+    lease_id: int
+    num_cached_blocks: int
+    blocks: tuple[Block, ...]
+    ttl_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveRefused:
+    """Decode cannot reserve now; placement runs again."""
+
+    attempt: AttemptId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillDone:
+    """Prefill drew the first token. `outcome` is set where that token ends the request: the decode leg is then cancelled."""
+
+    attempt: AttemptId
+    outcome: Outcome | None
+    timeline: LegTimeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """Decode took the KV over; the prefill leg is over."""
+
+    attempt: AttemptId
+    timeline: LegTimeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The worker that emitted the last token ended the attempt with an outcome."""
+
+    attempt: AttemptId
+    outcome: Outcome
+    num_output_tokens: int
+    timeline: LegTimeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegFailed:
+    """This worker cannot go on with the attempt; its part is being released. `retryable` if another attempt may work."""
+
+    attempt: AttemptId
+    outcome: Outcome
+    reason: str
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegReleased:
+    """This worker holds nothing of the attempt any more, and no write of its push is in flight."""
+
+    attempt: AttemptId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerFenced:
+    """No write of that life of the peer can land here any more."""
+
+    peer: WorkerId
+
+
+WorkerMessage = (
+    WorkerHello
+    | Heartbeat
+    | ReserveGranted
+    | ReserveRefused
+    | PrefillDone
+    | Committed
+    | Finished
+    | LegFailed
+    | LegReleased
+    | PeerFenced
+)
+
+# ---- coordinator -> worker (commands; each is sent with the epoch and the worker's id, see Command) -----------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerWelcome:
+    heartbeat_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRefused:
+    """Registration is refused (layout mismatch, unreachable address, given up for lost); the worker ends."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """Decode leg: reserve blocks for `num_tokens` tokens, less those cached. Carries a body."""
+
+    attempt: AttemptId
+    lease_id: int
+    source: WorkerRef
+    num_tokens: int
+    ttl_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """Prefill leg: compute the prompt, push its blocks to `destination`, draw the first token. Carries a body."""
+
+    attempt: AttemptId
+    lease_id: int
+    destination: WorkerRef
+    blocks: tuple[Block, ...]
+    num_cached_blocks: int
+    ttl_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLocal:
+    """Run the whole request here, prompt and answer. Carries a body."""
+
+    attempt: AttemptId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelLeg:
+    """Stop this worker's part of the attempt in whatever state it is; answer LegReleased once nothing is held."""
+
+    attempt: AttemptId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SenderStopped:
+    """To decode: the prefill leg acknowledged that it stopped, or never heard of the attempt."""
+
+    attempt: AttemptId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLost:
+    """Give that life of the peer up: fence it and fail what depended on it."""
+
+    peer: WorkerId
+
+
+CommandBody = WorkerWelcome | WorkerRefused | Reserve | Prefill | RunLocal | CancelLeg | SenderStopped | PeerLost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command as sent: a worker refuses an epoch lower than one it has seen, and another incarnation's commands."""
+
+    epoch: int
+    worker: WorkerId
+    body: CommandBody
+
+
+# ---- token stream: front <-> worker ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamHello:
+    """First message on a token stream."""
+
+    front: FrontId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """Send this attempt's tokens to this front from `next_position` on. Also how a front resumes after a reconnect.
+
+    A worker that does not know the attempt yet remembers the watch: command and watch may cross.
+    """
+
+    attempt: AttemptId
+    choice: int
+    next_position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget:
+    """The front has what it needs of this attempt from this worker: its finished record may go."""
+
+    attempt: AttemptId
+
+
+TokenRequest = StreamHello | Watch | Forget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenInfo:
+    """One emitted token; logprob and top alternatives (token id, logprob) where asked for."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRun:
+    """Consecutive tokens of one choice, from `position` on.
+
+    `finish` is set on the run with a choice's last token. `leg_done` without `finish` means that this worker (prefill)
+    has no more to send and another goes on. `timeline` comes with either.
+    """
+
+    attempt: AttemptId
+    choice: int
+    position: int
+    tokens: tuple[TokenInfo, ...]
+    finish: Outcome | None = None
+    leg_done: bool = False
+    timeline: LegTimeline | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """Everything a worker's step has for one front, in one message."""
+
+    worker: WorkerId
+    runs: tuple[TokenRun, ...] = field(default=())

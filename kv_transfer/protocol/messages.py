@@ -1,0 +1,246 @@
+"""The push protocol's vocabulary: what sender and receiver tell each other, and what they ask their owner to do.
+
+A push moves one attempt's KV blocks from a prefill worker (sender) into blocks that a decode worker (receiver) has
+reserved for it. Block *indices* count a sequence's blocks in token order; block *ids* name blocks of a pool.
+Encoded form: `kv_transfer.protocol.codec`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kv_transfer.transport.base import PeerId
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PushKey:
+    """Names a push: one attempt at one request."""
+
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGrant:
+    """A reserved block the sender may write: `index` in the sequence, `block_id` and `generation` at the receiver."""
+
+    index: int
+    block_id: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """What a lease entitles to. Blocks with an index below `blocks[0].index` are cached at the receiver and not sent."""
+
+    key: PushKey
+    lease_id: int
+    receiver: PeerId
+    sender: PeerId
+    blocks: tuple[BlockGrant, ...]
+    ttl_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    """The token that the sender drew, handed over with the KV (one a choice)."""
+
+    choice: int
+    position: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushStats:
+    """What the sender measured of one push, for the request's timeline.
+
+    `early_bytes` were written before the last chunk's computation ended, i.e. before `finish` was called.
+    """
+
+    size_bytes: int = 0
+    early_bytes: int = 0
+    duration_ns: int = 0
+
+
+# ---- messages on the data connection -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushChunk:
+    """Sender to receiver, with a write: these blocks are in place. `checksums` as many as `blocks` (0 = off)."""
+
+    key: PushKey
+    lease_id: int
+    rank: int
+    chunk: int
+    blocks: tuple[BlockGrant, ...]
+    checksums: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushEnd:
+    """Sender to receiver: every write of chunks 0..num_chunks-1 has completed; take the sequence over."""
+
+    key: PushKey
+    lease_id: int
+    rank: int
+    num_chunks: int
+    num_tokens: int
+    first_tokens: tuple[FirstToken, ...]
+    stats: PushStats = PushStats()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushAbort:
+    """Sender to receiver: the push ends without a commit and, if `stopped`, no write is in flight any more."""
+
+    key: PushKey
+    lease_id: int
+    stopped: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushStop:
+    """Receiver to sender: stop this push, answer PushAbort(stopped=True) once nothing is in flight, never start it again."""
+
+    key: PushKey
+    lease_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushMissing:
+    """Receiver to sender, answering PushEnd: write these chunks again (lost or corrupt), then send PushEnd again."""
+
+    key: PushKey
+    lease_id: int
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushCommitted:
+    """Receiver to sender: the KV is the receiver's; the sender may let its source blocks go."""
+
+    key: PushKey
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRenew:
+    """Either side to the other, for all pushes of the pair at once: these leases are alive here."""
+
+    lease_ids: tuple[int, ...]
+
+
+PushMessage = PushChunk | PushEnd | PushAbort | PushStop | PushMissing | PushCommitted | LeaseRenew
+
+
+# ---- effects: what the machines ask their owner to do ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectPeer:
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendMessage:
+    """Deliver `message` without data. A connection that is gone swallows it: every wait has its own deadline."""
+
+    peer: PeerId
+    message: PushMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteBlocks:
+    """Copy whole blocks (`source_blocks[i]` -> `message.blocks[i]`), then deliver `message` with their checksums.
+
+    The owner answers with PushSender.on_write_completed / on_write_failed naming `write_id`.
+    """
+
+    peer: PeerId
+    write_id: int
+    source_blocks: tuple[int, ...]
+    message: PushChunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelWrite:
+    write_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyBlocks:
+    """Sum these local blocks off the engine thread; the owner answers with PushReceiver.on_verified."""
+
+    key: PushKey
+    chunk: int
+    block_ids: tuple[int, ...]
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushArrived:
+    """Receiver: all blocks are in place and verified. The owner commits them by generation (BlockPool.commit)."""
+
+    key: PushKey
+    lease_id: int
+    blocks: tuple[BlockGrant, ...]
+    num_tokens: int
+    first_tokens: tuple[FirstToken, ...]
+    stats: PushStats = PushStats()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushFailed:
+    """Receiver or sender: the push will not complete. What happens to the blocks is told apart by the next two."""
+
+    key: PushKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksQuarantined:
+    """Receiver: these reserved blocks are given up but a write may still land in them."""
+
+    key: PushKey
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksReleased:
+    """Receiver: nothing can land in these reserved or quarantined blocks any more; they may be free."""
+
+    key: PushKey
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceReleased:
+    """Sender: the push needs its source blocks no more (committed, or stopped). Exactly once a push."""
+
+    key: PushKey
+    committed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FencePeer:
+    """Start Transport.fence; the owner answers with PushReceiver.on_fenced."""
+
+    peer: PeerId
+
+
+PushEffect = (
+    ConnectPeer
+    | SendMessage
+    | WriteBlocks
+    | CancelWrite
+    | VerifyBlocks
+    | PushArrived
+    | PushFailed
+    | BlocksQuarantined
+    | BlocksReleased
+    | SourceReleased
+    | FencePeer
+)
