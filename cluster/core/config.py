@@ -1,0 +1,290 @@
+"""The cluster file (`version: 1`) as frozen dataclasses, and the validator that makes them from plain data.
+
+Reading YAML with line numbers happens elsewhere; here comes the parsed data and a function that knows the lines. All
+defaults live here. A cluster whose pools are all decode pools runs every request in one worker (local prefill).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from cluster.core.config_reader import Locate, Section
+from cluster.core.ids import Role
+
+VERSION: Final = 1
+MODEL_PRESETS: Final = ("smollm2-135m-instruct",)
+DTYPES: Final = ("float32", "bfloat16")
+TRANSPORTS: Final = ("auto", "shm", "loopback")
+CHECKSUMS: Final = ("full", "off")
+
+MAX_POOLS: Final = 64
+MAX_REPLICAS: Final = 512
+MAX_THREADS: Final = 1024
+MAX_CORE_ID: Final = 65535
+MAX_MODEL_TOKENS: Final = 16 * 2**20
+MAX_STEP_TOKENS: Final = 2**20
+MAX_RUNNING: Final = 65536
+MAX_KV_BLOCKS: Final = 2**32
+MIN_KV_BYTES: Final = 2**20
+MAX_KV_BYTES: Final = 2**43
+MAX_BLOCK_SIZE: Final = 256
+MAX_QUEUE: Final = 1_000_000
+MAX_SECONDS: Final = 3600.0
+DEFAULT_KV_BYTES: Final = 512 * 2**20
+
+_NAME_PATTERN: Final = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+_NAME_EXPECTED: Final = "a name of lower-case letters, digits and inner hyphens, at most 63 characters"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Exactly one of `path` (a Hugging Face directory) and `preset` is set.
+
+    `max_model_tokens` caps prompt plus answer; None takes the model's own context length.
+    """
+
+    path: str | None = None
+    preset: str | None = None
+    dtype: str = "float32"
+    max_model_tokens: int | None = None
+    revision: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """Workers of one kind. Exactly one of `kv_blocks` and `kv_bytes` is set.
+
+    Attributes:
+        threads: CPU threads a worker computes with.
+        cores: for each replica the core ids it is pinned to; None pins nothing.
+        kv_blocks, kv_bytes: size of one worker's KV pool.
+        max_step_tokens: tokens of one step, decode and prefill together.
+        prefill_chunk_tokens: of these, the most that go to prompts.
+        max_running: sequences that may run at once.
+    """
+
+    name: str
+    role: Role
+    replicas: int = 1
+    threads: int = 1
+    cores: tuple[tuple[int, ...], ...] | None = None
+    kv_blocks: int | None = None
+    kv_bytes: int | None = DEFAULT_KV_BYTES
+    max_step_tokens: int = 512
+    prefill_chunk_tokens: int = 256
+    max_running: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVConfig:
+    """`block_size`: tokens in a block, the same in all pools."""
+
+    block_size: int = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportConfig:
+    """How KV is pushed. `checksum`: `full` verifies every block on arrival."""
+
+    kind: str = "auto"
+    checksum: str = "full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontConfig:
+    """Where clients connect; port 0 takes any free one."""
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    replicas: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorConfig:
+    """Limits of the control plane.
+
+    Attributes:
+        queue_limit: requests waiting for a place; above it they are refused.
+        queue_timeout_s: longest wait in the queue before a request is refused.
+        heartbeat_timeout_s: silence after which a worker is given up.
+        max_attempts: runs of one request, the first included, before it fails.
+        lease_ttl_s: how long a lease lasts without renewal.
+    """
+
+    queue_limit: int = 1024
+    queue_timeout_s: float = 30.0
+    heartbeat_timeout_s: float = 10.0
+    max_attempts: int = 3
+    lease_ttl_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    name: str
+    model: ModelConfig
+    pools: tuple[PoolConfig, ...]
+    kv: KVConfig = field(default_factory=KVConfig)
+    transport: TransportConfig = field(default_factory=TransportConfig)
+    front: FrontConfig = field(default_factory=FrontConfig)
+    coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+
+    def pool(self, name: str) -> PoolConfig | None:
+        """The pool of that name, None if there is none."""
+        return next((pool for pool in self.pools if pool.name == name), None)
+
+    @property
+    def has_prefill_pool(self) -> bool:
+        """Whether prompts are read by workers of their own; otherwise every request runs in one decode worker."""
+        return any(pool.role is Role.PREFILL for pool in self.pools)
+
+
+def parse_cluster_config(data: object, source: str, locate: Locate) -> ClusterConfig:
+    """Makes the configuration of plain data (nested dicts, lists and scalars, as a YAML file holds them).
+
+    Args:
+        data: the file's content. source: its name, for messages.
+        locate: the line of a key, such as `("pools", 1, "name")`; `()` is the whole file. None where unknown.
+
+    Raises:
+        ConfigError: for the first thing that is wrong.
+    """
+    root = Section(data, source=source, locate=locate)
+    _check_version(root)
+    kv = _parse_kv(root.section("kv"))
+    model = _parse_model(root.section("model"))
+    config = ClusterConfig(
+        name=root.text("name", default="baton", pattern=_NAME_PATTERN, expected=_NAME_EXPECTED),
+        model=model,
+        pools=_parse_pools(root, model, kv),
+        kv=kv,
+        transport=_parse_transport(root.section("transport")),
+        front=_parse_front(root.section("front")),
+        coordinator=_parse_coordinator(root.section("coordinator")),
+    )
+    root.finish()
+    return config
+
+
+def _check_version(root: Section) -> None:
+    version = root.integer("version", minimum=0, maximum=2**31)
+    if version != VERSION:
+        root.refuse("version", str(version), f"version {VERSION}", hint="this release reads no other version")
+
+
+def _parse_model(section: Section) -> ModelConfig:
+    path = section.text("path", default="", expected="the path of a model directory")
+    preset = section.choice("preset", MODEL_PRESETS) if section.has("preset") else section.text("preset", default="")
+    if bool(path) == bool(preset):
+        found = "both path and preset" if path else "neither path nor preset"
+        section.refuse(None, found, "one of the two", hint=f"presets: {', '.join(MODEL_PRESETS)}")
+    model = ModelConfig(
+        path=path or None,
+        preset=preset or None,
+        dtype=section.choice("dtype", DTYPES, default="float32"),
+        max_model_tokens=section.optional_integer("max_model_tokens", minimum=2, maximum=MAX_MODEL_TOKENS),
+        revision=section.text("revision", default=""),
+    )
+    section.finish()
+    return model
+
+
+def _parse_kv(section: Section) -> KVConfig:
+    block_size = section.integer("block_size", default=16, minimum=1, maximum=MAX_BLOCK_SIZE)
+    section.finish()
+    return KVConfig(block_size=block_size)
+
+
+def _parse_pools(root: Section, model: ModelConfig, kv: KVConfig) -> tuple[PoolConfig, ...]:
+    sections = root.sections("pools")
+    if len(sections) > MAX_POOLS:
+        root.refuse("pools", f"{len(sections)} pools", f"at most {MAX_POOLS}")
+    pools: list[PoolConfig] = []
+    for section in sections:
+        pool = _parse_pool(section, model, kv)
+        if any(other.name == pool.name for other in pools):
+            section.refuse("name", f"{pool.name!r} a second time", "a name of its own for every pool")
+        pools.append(pool)
+    if not any(pool.role is Role.DECODE for pool in pools):
+        root.refuse("pools", "no pool with role decode", "at least one", hint="decode workers write the answers")
+    return tuple(pools)
+
+
+def _parse_pool(section: Section, model: ModelConfig, kv: KVConfig) -> PoolConfig:
+    name = section.text("name", pattern=_NAME_PATTERN, expected=_NAME_EXPECTED)
+    role = Role(section.choice("role", tuple(role.value for role in Role)))
+    replicas = section.integer("replicas", default=1, minimum=1, maximum=MAX_REPLICAS)
+    kv_blocks = section.optional_integer("kv_blocks", minimum=1, maximum=MAX_KV_BLOCKS)
+    kv_bytes = section.optional_size_bytes("kv_memory", minimum=MIN_KV_BYTES, maximum=MAX_KV_BYTES)
+    if kv_blocks is not None and kv_bytes is not None:
+        section.refuse("kv_memory", "kv_blocks and kv_memory together", "one of the two")
+    if kv_blocks is None and kv_bytes is None:
+        kv_bytes = DEFAULT_KV_BYTES
+    max_step_tokens = section.integer("max_step_tokens", default=512, minimum=1, maximum=MAX_STEP_TOKENS)
+    pool = PoolConfig(
+        name=name,
+        role=role,
+        replicas=replicas,
+        threads=section.integer("threads", default=1, minimum=1, maximum=MAX_THREADS),
+        cores=_parse_cores(section, replicas),
+        kv_blocks=kv_blocks,
+        kv_bytes=kv_bytes,
+        max_step_tokens=max_step_tokens,
+        prefill_chunk_tokens=section.integer(
+            "prefill_chunk_tokens", default=min(256, max_step_tokens), minimum=1, maximum=max_step_tokens
+        ),
+        max_running=section.integer("max_running", default=min(64, max_step_tokens), minimum=1, maximum=MAX_RUNNING),
+    )
+    section.finish()
+    _check_pool_sizes(section, pool, model, kv)
+    return pool
+
+
+def _parse_cores(section: Section, replicas: int) -> tuple[tuple[int, ...], ...] | None:
+    cores = section.optional_integer_lists("cores", maximum=MAX_CORE_ID)
+    if cores is not None and len(cores) != replicas:
+        section.refuse("cores", f"{len(cores)} lists", f"{replicas}, one for each replica")
+    return cores
+
+
+def _check_pool_sizes(section: Section, pool: PoolConfig, model: ModelConfig, kv: KVConfig) -> None:
+    if pool.max_running > pool.max_step_tokens:
+        found = f"{pool.max_running}, more than max_step_tokens ({pool.max_step_tokens})"
+        section.refuse("max_running", found, "at most one running sequence a token of a step")
+    if pool.kv_blocks is None or model.max_model_tokens is None:
+        return
+    needed = -(-model.max_model_tokens // kv.block_size)
+    if pool.kv_blocks < needed:
+        expected = f"at least {needed} blocks, to hold one sequence of {model.max_model_tokens} tokens"
+        section.refuse("kv_blocks", f"{pool.kv_blocks} blocks of {kv.block_size} tokens", expected)
+
+
+def _parse_transport(section: Section) -> TransportConfig:
+    transport = TransportConfig(
+        kind=section.choice("kind", TRANSPORTS, default="auto"),
+        checksum=section.choice("checksum", CHECKSUMS, default="full"),
+    )
+    section.finish()
+    return transport
+
+
+def _parse_front(section: Section) -> FrontConfig:
+    front = FrontConfig(
+        host=section.text("host", default="127.0.0.1", expected="a host name or address"),
+        port=section.integer("port", default=50051, minimum=0, maximum=65535),
+        replicas=section.integer("replicas", default=1, minimum=1, maximum=MAX_REPLICAS),
+    )
+    section.finish()
+    return front
+
+
+def _parse_coordinator(section: Section) -> CoordinatorConfig:
+    coordinator = CoordinatorConfig(
+        queue_limit=section.integer("queue_limit", default=1024, minimum=1, maximum=MAX_QUEUE),
+        queue_timeout_s=section.number("queue_timeout_s", default=30.0, minimum=0.01, maximum=MAX_SECONDS),
+        heartbeat_timeout_s=section.number("heartbeat_timeout_s", default=10.0, minimum=0.1, maximum=MAX_SECONDS),
+        max_attempts=section.integer("max_attempts", default=3, minimum=1, maximum=100),
+        lease_ttl_s=section.number("lease_ttl_s", default=10.0, minimum=0.1, maximum=MAX_SECONDS),
+    )
+    section.finish()
+    return coordinator
