@@ -1,0 +1,164 @@
+"""Every message survives the wire, and both enumerations are numbered alike on both sides."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from enum import Enum
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.v1 import control_pb2, inference_pb2, tokens_pb2
+from cluster.core import messages
+from cluster.core.ids import Outcome, Role, WorkerId
+from cluster.wire import codec
+from cluster.wire.mirror import WireError
+from engine.core.request import RequestBody
+from engine.core.sampling import SamplingParams
+
+_SCALARS: dict[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(0, 2**31 - 1),
+    float: st.floats(0, 1e6, width=32),
+    str: st.text(st.characters(codec="utf-8"), max_size=12),
+    bytes: st.binary(max_size=20),
+    bool: st.booleans(),
+}
+
+
+def _strategy(hint: Any) -> st.SearchStrategy[Any]:
+    if hint in _SCALARS:
+        return _SCALARS[hint]
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        (inner,) = (part for part in typing.get_args(hint) if part is not type(None))
+        return st.none() | _strategy(inner)
+    if typing.get_origin(hint) is tuple:
+        inner = typing.get_args(hint)[0]
+        return st.lists(_strategy(inner), max_size=3).map(tuple)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return st.sampled_from(hint)
+    hints = typing.get_type_hints(hint)
+    return st.builds(hint, **{field.name: _strategy(hints[field.name]) for field in dataclasses.fields(hint)})
+
+
+def _union(*types_: Any) -> st.SearchStrategy[Any]:
+    return st.one_of(*(_strategy(cls) for cls in types_))
+
+
+@settings(max_examples=150, deadline=None)
+@given(_union(*typing.get_args(messages.FrontMessage)))
+def test_front_messages_round_trip(message: messages.FrontMessage) -> None:
+    wire = control_pb2.FrontEnvelope.FromString(codec.encode_front(message).SerializeToString())
+    assert codec.decode_front(wire) == message
+
+
+@settings(max_examples=150, deadline=None)
+@given(_union(*typing.get_args(messages.ToFrontMessage)))
+def test_to_front_messages_round_trip(message: messages.ToFrontMessage) -> None:
+    wire = control_pb2.ToFrontEnvelope.FromString(codec.encode_to_front(message).SerializeToString())
+    assert codec.decode_to_front(wire) == message
+
+
+@settings(max_examples=200, deadline=None)
+@given(_union(*typing.get_args(messages.WorkerMessage)))
+def test_worker_messages_round_trip(message: messages.WorkerMessage) -> None:
+    wire = control_pb2.WorkerEnvelope.FromString(codec.encode_worker(message).SerializeToString())
+    assert codec.decode_worker(wire) == message
+
+
+_BODY = RequestBody(
+    prompt_ids=(1, 2, 49151),
+    sampling=SamplingParams(
+        temperature=0.5, top_k=3, seed=2**64 - 1, max_tokens=9, logprobs=0, logit_bias=((3, 1.5), (7, -2.0))
+    ),
+    delivered_ids=(5, 6),
+    adapter="a",
+    cache_salt="s",
+    priority=-3,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(_union(*typing.get_args(messages.CommandBody)), st.integers(0, 2**40))
+def test_commands_round_trip_with_their_body(content: messages.CommandBody, epoch: int) -> None:
+    command = messages.Command(epoch=epoch, worker=WorkerId("p0", 2**50), body=content)
+    needs_body = isinstance(content, messages.Reserve | messages.Prefill | messages.RunLocal)
+    encoded = codec.encode_command(command, codec.encode_body(_BODY) if needs_body else None)
+    wire = control_pb2.Command.FromString(encoded.SerializeToString())
+    assert codec.decode_command(wire) == (command, _BODY if needs_body else None)
+
+
+@settings(max_examples=100, deadline=None)
+@given(_union(*typing.get_args(messages.TokenRequest)))
+def test_token_requests_round_trip(message: messages.TokenRequest) -> None:
+    wire = tokens_pb2.TokenEnvelope.FromString(codec.encode_token_request(message).SerializeToString())
+    assert codec.decode_token_request(wire) == message
+
+
+_TOKEN = st.builds(
+    messages.TokenInfo,
+    token_id=st.integers(0, 2**31),
+    logprob=st.floats(-100, 0, width=32),
+    top=st.lists(st.tuples(st.integers(0, 2**31), st.floats(-100, 0, width=32)), max_size=3).map(tuple),
+) | st.builds(messages.TokenInfo, token_id=st.integers(0, 2**31))
+_RUN = st.builds(
+    messages.TokenRun,
+    attempt=_strategy(messages.AttemptId),
+    choice=st.integers(0, 5),
+    position=st.integers(0, 2**20),
+    tokens=st.lists(_TOKEN, max_size=3).map(tuple),
+    finish=st.none() | st.sampled_from(Outcome),
+    leg_done=st.booleans(),
+    timeline=st.none() | _strategy(messages.LegTimeline),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(_RUN, max_size=3))
+def test_token_batches_round_trip(runs: list[messages.TokenRun]) -> None:
+    batch = messages.TokenBatch(worker=WorkerId("d0", 7), runs=tuple(runs))
+    wire = tokens_pb2.TokenBatch.FromString(codec.encode_batch(batch).SerializeToString())
+    assert codec.decode_batch(wire) == batch
+
+
+def test_enumerations_have_the_same_numbers_and_names_on_both_sides() -> None:
+    for number, outcome in enumerate(Outcome, start=1):
+        assert inference_pb2.Outcome.Name(codec.outcome_to_wire(outcome)) == f"OUTCOME_{outcome.name}"
+        assert codec.outcome_from_wire(number) is outcome
+    assert len(inference_pb2.Outcome.keys()) == len(Outcome) + 1
+    for number, role in enumerate(Role, start=1):
+        assert control_pb2.Role.Name(control_pb2.Role.ValueType(number)) == f"ROLE_{role.name}"
+    assert len(control_pb2.Role.keys()) == len(Role) + 1
+
+
+def test_every_wire_message_mirrors_its_class_field_by_field() -> None:
+    for name in control_pb2.DESCRIPTOR.message_types_by_name:
+        cls = getattr(messages, name, None)
+        if cls is None or name == "Command":
+            continue
+        wire_fields = set(control_pb2.DESCRIPTOR.message_types_by_name[name].fields_by_name)
+        assert wire_fields == {field.name for field in dataclasses.fields(cls)}, name
+
+
+@pytest.mark.parametrize(
+    ("wire", "decode", "what"),
+    [
+        (control_pb2.FrontEnvelope(), codec.decode_front, "FrontEnvelope is empty"),
+        (control_pb2.Command(worker=control_pb2.ProcessId(name="d")), codec.decode_command, "Command is empty"),
+        (control_pb2.Command(worker_refused={"reason": "x"}), codec.decode_command, "Command lacks worker"),
+        (
+            control_pb2.Command(worker={"name": "d"}, run_local={"attempt": {"request_id": "r"}}),
+            codec.decode_command,
+            "RunLocal lacks its body",
+        ),
+        (control_pb2.WorkerEnvelope(leg_released={}), codec.decode_worker, "LegReleased lacks attempt"),
+        (control_pb2.FrontEnvelope(request_done={"request_id": "r"}), codec.decode_front, "unknown Outcome 0"),
+        (control_pb2.RequestBody(), codec.decode_body, "RequestBody.sampling"),
+    ],
+)
+def test_malformed_messages_name_what_is_missing(wire: Any, decode: Any, what: str) -> None:
+    with pytest.raises(WireError, match=what):
+        decode(wire)
