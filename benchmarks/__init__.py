@@ -1,0 +1,1 @@
+"""One script a question; each prints JSON whose shape `benchmarks.report` defines."""
