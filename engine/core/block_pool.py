@@ -189,6 +189,7 @@ class BlockPool:
         for block_id in block_ids:
             assert self._states[block_id] is BlockState.ACTIVE, f"block {block_id} has no user"
         for block_id in reversed(block_ids):
+            assert self._num_users[block_id] > 0, f"block {block_id} is released more often than it was acquired"
             self._num_users[block_id] -= 1
             if self._num_users[block_id]:
                 continue

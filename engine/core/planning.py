@@ -1,0 +1,212 @@
+"""Builds one step: who takes part, with how many tokens, and who makes room.
+
+The rules, in the order they are applied (vocabulary and shape follow continuous batching with chunked prefill as in
+Sarathi-Serve, Agrawal et al. 2024):
+
+1. Decoding sequences come first, one token each, in serving order.
+2. Prefilling sequences get chunks in serving order, then waiting ones are admitted, in serving order and without
+   skipping one that does not fit. A chunk ends on a block boundary unless it ends the prompt.
+3. A waiting sequence is admitted only if its whole prompt and one more token fit beside what the prefills in progress
+   still need. So sequences that must not be preempted can always finish, and no two of them wait for each other.
+4. A sequence that needs a block when none is left preempts the last in serving order, perhaps itself. Never
+   preempted are the only one running, one that has drawn nothing since its last preemption, one planned into this
+   very step, and a PREFILL_ONLY one, whose blocks a push may be reading.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.core.block_pool import BlockPool
+from engine.core.sequence import Sequence, SequenceMode, SequencePhase, SequenceQueue, num_blocks_for
+from engine.core.step import SequenceKey, SequenceStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How a worker spends its steps; the two roles differ in nothing but these numbers.
+
+    Attributes:
+        block_size: tokens a block.
+        max_step_tokens: tokens a step computes at most. At least max_running + block_size, so that prefill cannot
+            be starved by decoding.
+        max_running: waiting sequences are admitted up to so many running ones. Sequences that arrive with their KV
+            join beyond it; if they then outnumber max_step_tokens, they take turns.
+        prefill_chunk_tokens: of a step's tokens, so many are spent on prefill at most, over all sequences.
+        max_model_tokens: prompt and output together never pass it. The pool must hold so many.
+        eos_token_ids: the model's end-of-sequence tokens.
+    """
+
+    block_size: int
+    max_step_tokens: int
+    max_running: int
+    prefill_chunk_tokens: int
+    max_model_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field that is out of range."""
+        for name in ("block_size", "max_running"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_step_tokens < self.max_running + self.block_size:
+            raise ValueError(
+                f"max_step_tokens must be at least max_running + block_size = {self.max_running + self.block_size}, "
+                f"got {self.max_step_tokens}"
+            )
+        if self.prefill_chunk_tokens < self.block_size:
+            raise ValueError(
+                f"prefill_chunk_tokens must be at least block_size = {self.block_size}, got {self.prefill_chunk_tokens}"
+            )
+        if self.max_model_tokens < 2:
+            raise ValueError(f"max_model_tokens must be at least 2, got {self.max_model_tokens}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSequence:
+    """A sequence's part of the step that is running. `step` is what the runner sees of it."""
+
+    sequence: Sequence
+    step: SequenceStep
+    is_prefill: bool
+
+
+class StepBuilder:
+    """One attempt at filling one step. Grows block tables and moves sequences between the queues as it goes."""
+
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, running: SequenceQueue, waiting: SequenceQueue, step_id: int
+    ) -> None:
+        self.planned: list[PlannedSequence] = []
+        self.preempted: list[SequenceKey] = []
+        self._config = config
+        self._pool = pool
+        self._running = running
+        self._waiting = waiting
+        self._step_id = step_id
+        self._num_tokens_left = config.max_step_tokens
+        self._num_prefill_tokens_left = config.prefill_chunk_tokens
+
+    def build(self) -> None:
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self._running:
+            (prefilling if sequence.is_prefilling else decoding).append(sequence)
+        self._plan_decodes(decoding)
+        for sequence in prefilling:
+            if sequence.phase is SequencePhase.RUNNING:
+                self._plan_chunk(sequence)
+        if not self.preempted:
+            self._admit_waiting(prefilling)
+
+    def _plan_decodes(self, decoding: list[Sequence]) -> None:
+        if len(decoding) > self._num_tokens_left:
+            decoding.sort(key=lambda sequence: (sequence.last_step_id, sequence.order))
+        for sequence in decoding:
+            if self._num_tokens_left == 0:
+                break
+            if sequence.phase is SequencePhase.RUNNING and self._grow(sequence, sequence.num_computed + 1):
+                self._plan(sequence, 1, is_prefill=False)
+
+    def _plan_chunk(self, sequence: Sequence) -> None:
+        end = self._chunk_end(sequence.num_computed, sequence.num_to_prefill)
+        num_tokens = end - sequence.num_computed
+        if num_tokens > 0 and self._grow(sequence, end):
+            self._num_prefill_tokens_left -= num_tokens
+            self._plan(sequence, num_tokens, is_prefill=True)
+
+    @property
+    def _chunk_budget(self) -> int:
+        return min(self._num_tokens_left, self._num_prefill_tokens_left)
+
+    def _chunk_end(self, start: int, total: int) -> int:
+        """Where a chunk from `start` ends within the budget; `start` itself if not even a block fits."""
+        end = start + self._chunk_budget
+        if end >= total:
+            return total
+        return max(start, end - end % self._config.block_size)
+
+    def _admit_waiting(self, prefilling: list[Sequence]) -> None:
+        """Admits in serving order for as long as there is budget and room. `prefilling` are those under way."""
+        block_size = self._config.block_size
+        num_claimed = sum(sequence.num_missing_blocks(1, block_size) for sequence in prefilling)
+        while len(self._waiting) and len(self._running) < self._config.max_running and self._chunk_budget > 0:
+            sequence = self._waiting.first
+            # At least one token is left to compute: cached blocks have no logits to draw from.
+            num_matchable = (sequence.num_tokens - 1) // block_size
+            cached = self._pool.match(sequence.block_hashes(num_matchable, block_size))
+            num_cached_tokens = len(cached) * block_size
+            if self._chunk_end(num_cached_tokens, sequence.num_tokens) == num_cached_tokens:
+                break
+            num_needed = sequence.num_missing_blocks(1, block_size) - len(cached)
+            if num_needed + num_claimed > self._pool.num_allocatable - self._pool.num_cached_in(cached):
+                break
+            self._admit(sequence, cached)
+            self._plan_chunk(sequence)
+            num_claimed += sequence.num_missing_blocks(1, block_size)
+
+    def _admit(self, sequence: Sequence, cached: list[int]) -> None:
+        self._pool.acquire(cached)
+        sequence.block_table = cached
+        sequence.num_indexed_blocks = len(cached)
+        sequence.num_computed = len(cached) * self._config.block_size
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = sequence.num_computed
+        sequence.phase = SequencePhase.RUNNING
+        self._waiting.remove(sequence)
+        self._running.add(sequence)
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Makes the block table cover `num_tokens`, preempting where needed. False if it cannot be done now."""
+        num_new = num_blocks_for(num_tokens, self._config.block_size) - len(sequence.block_table)
+        if num_new <= 0:
+            return True
+        while self._pool.num_allocatable < num_new:
+            victim = self._choose_victim()
+            if victim is None:
+                return False
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.block_table.extend(self._pool.allocate(num_new))
+        return True
+
+    def _choose_victim(self) -> Sequence | None:
+        """The last in serving order that may be preempted.
+
+        That is somebody served after the requester, or the requester itself; somebody served before it only if the
+        requester may not be preempted.
+        """
+        if len(self._running) < 2:
+            return None
+        for candidate in reversed(self._running):
+            is_planned = candidate.last_step_id == self._step_id
+            is_preemptible = candidate.mode is not SequenceMode.PREFILL_ONLY and not candidate.is_shielded
+            if is_preemptible and not is_planned:
+                return candidate
+        return None
+
+    def _preempt(self, victim: Sequence) -> None:
+        self._pool.release(victim.block_table)
+        victim.restart()
+        self._running.remove(victim)
+        self._waiting.add(victim)
+        self.preempted.append(victim.key)
+
+    def _plan(self, sequence: Sequence, num_tokens: int, *, is_prefill: bool) -> None:
+        start = sequence.num_computed
+        sample = start + num_tokens == sequence.num_tokens
+        step = SequenceStep(
+            key=sequence.key,
+            token_ids=sequence.tokens(start, start + num_tokens),
+            start=start,
+            block_table=sequence.block_table,
+            sample=sample,
+            sampling=sequence.sampling,
+            position=len(sequence.output_ids),
+            prompt_ids=sequence.prompt_ids if sample else [],
+            output_ids=sequence.output_ids if sample else [],
+        )
+        sequence.last_step_id = self._step_id
+        self._num_tokens_left -= num_tokens
+        self.planned.append(PlannedSequence(sequence=sequence, step=step, is_prefill=is_prefill))

@@ -1,0 +1,209 @@
+"""One sequence: what it was asked for, how far it has come, and the blocks it holds."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from engine.core.block_hash import ROOT_HASH, block_hash
+from engine.core.outcome import FinishReason
+from engine.core.sampling import SamplingParams
+from engine.core.step import SequenceKey
+
+
+class SequenceMode(Enum):
+    """What this worker does of a sequence."""
+
+    LOCAL = "local"
+    """Reads the prompt and writes the answer."""
+    PREFILL_ONLY = "prefill_only"
+    """Reads the prompt and draws one token. The blocks are then held until the push has taken them."""
+    DECODE = "decode"
+    """Writes the answer; the prompt's KV was pushed here."""
+
+
+class SequencePhase(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    HELD = "held"
+    """Prefill is done; the blocks wait for `take_blocks`."""
+    GONE = "gone"
+    """Finished or aborted. If a step that uses it is still running, that step's end releases its blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSpec:
+    """What is asked of the scheduler.
+
+    Attributes:
+        prompt_ids: at least one token id.
+        extra_key: what the KV depends on besides tokens (block_hash.extra_key). Sequences share blocks only under
+            the same key.
+        forced_output_ids: output that the client already has, positions 0..k-1. It is run as input, and the next
+            token drawn is at position k.
+        priority: higher runs first.
+    """
+
+    key: SequenceKey
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    mode: SequenceMode
+    extra_key: bytes
+    forced_output_ids: list[int] = field(default_factory=list)
+    priority: int = 0
+
+
+class Sequence:
+    """The scheduler's record of one sequence. Only the scheduler changes it.
+
+    Attributes:
+        order: sorts sequences by who is served first: higher priority, then earlier arrival.
+        output_ids: forced and drawn tokens.
+        stop_ids: tokens that end the sequence.
+        max_output_tokens: positions there can be, forced ones included.
+        max_kv_tokens: most tokens whose KV this worker will ever need; a last token's KV is never computed.
+        block_table: blocks held, in token order; no more than the computed and planned tokens need.
+        num_computed: tokens whose KV lies in the blocks.
+        num_to_prefill: tokens to compute before a token is drawn (prompt and, after a preemption, output).
+        num_indexed_blocks: leading blocks of the table that were offered to the prefix index.
+        num_cached_tokens: tokens found in the prefix cache when it first ran; None before.
+        is_shielded: it was preempted and has drawn nothing since, so it must not be preempted again.
+        last_step_id: the last step it was part of.
+    """
+
+    __slots__ = (
+        "_block_hashes",
+        "_extra_key",
+        "block_table",
+        "is_shielded",
+        "key",
+        "last_step_id",
+        "max_kv_tokens",
+        "max_output_tokens",
+        "mode",
+        "num_cached_tokens",
+        "num_computed",
+        "num_indexed_blocks",
+        "num_to_prefill",
+        "order",
+        "output_ids",
+        "phase",
+        "prompt_ids",
+        "sampling",
+        "stop_ids",
+    )
+
+    def __init__(
+        self, spec: SequenceSpec, *, arrival: int, max_model_tokens: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self.key = spec.key
+        self.mode = spec.mode
+        self.sampling = spec.sampling
+        self.prompt_ids = list(spec.prompt_ids)
+        self.output_ids = list(spec.forced_output_ids)
+        self.order = (-spec.priority, arrival)
+        self.stop_ids = frozenset(spec.sampling.stop_token_ids)
+        if not spec.sampling.ignore_eos:
+            self.stop_ids |= eos_token_ids
+        self.max_output_tokens = min(spec.sampling.max_tokens, max_model_tokens - len(self.prompt_ids))
+        self.num_to_prefill = self.num_tokens
+        self.max_kv_tokens = self.num_tokens
+        if spec.mode is not SequenceMode.PREFILL_ONLY:
+            self.max_kv_tokens = len(self.prompt_ids) + self.max_output_tokens - 1
+        self.phase = SequencePhase.WAITING
+        self.block_table: list[int] = []
+        self.num_computed = 0
+        self.num_indexed_blocks = 0
+        self.num_cached_tokens: int | None = None
+        self.is_shielded = False
+        self.last_step_id = -1
+        self._extra_key = spec.extra_key
+        self._block_hashes: list[bytes] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed < self.num_to_prefill
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids at positions start .. end - 1 of prompt and output together."""
+        num_prompt_tokens = len(self.prompt_ids)
+        if start >= num_prompt_tokens:
+            return self.output_ids[start - num_prompt_tokens : end - num_prompt_tokens]
+        if end <= num_prompt_tokens:
+            return self.prompt_ids[start:end]
+        return self.prompt_ids[start:] + self.output_ids[: end - num_prompt_tokens]
+
+    def block_hashes(self, num_blocks: int, block_size: int) -> list[bytes]:
+        """Hashes of the first `num_blocks` blocks, which must be full. Each is computed once."""
+        hashes = self._block_hashes
+        for index in range(len(hashes), num_blocks):
+            parent = hashes[-1] if hashes else ROOT_HASH
+            token_ids = self.tokens(index * block_size, (index + 1) * block_size)
+            hashes.append(block_hash(parent, token_ids, self._extra_key))
+        return hashes[:num_blocks]
+
+    def num_missing_blocks(self, num_ahead: int, block_size: int) -> int:
+        """Blocks to add to the table before `num_ahead` more tokens than are known now can have been computed."""
+        num_kv_tokens = min(self.num_tokens + num_ahead, self.max_kv_tokens)
+        return max(0, num_blocks_for(num_kv_tokens, block_size) - len(self.block_table))
+
+    def finish_reason(self, position: int) -> FinishReason | None:
+        """Whether the token at `position`, the newest one, ends the sequence: "stop", "length" or None."""
+        if position >= self.sampling.min_tokens and self.output_ids[position] in self.stop_ids:
+            return "stop"
+        return "length" if position + 1 >= self.max_output_tokens else None
+
+    def restart(self) -> None:
+        """After a preemption: everything known so far is to be computed again, here."""
+        self.mode = SequenceMode.LOCAL
+        self.phase = SequencePhase.WAITING
+        self.block_table = []
+        self.num_computed = 0
+        self.num_indexed_blocks = 0
+        self.num_to_prefill = self.num_tokens
+        self.is_shielded = True
+
+
+class SequenceQueue:
+    """Sequences in serving order. Insertion and removal are a binary search and a shift of pointers."""
+
+    __slots__ = ("_sequences",)
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def __reversed__(self) -> Iterator[Sequence]:
+        return reversed(self._sequences)
+
+    @property
+    def first(self) -> Sequence:
+        return self._sequences[0]
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._sequences, sequence, key=_order)
+
+    def remove(self, sequence: Sequence) -> None:
+        index = bisect_left(self._sequences, sequence.order, key=_order)
+        assert self._sequences[index] is sequence, f"{sequence.key} is not queued"
+        del self._sequences[index]
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold so many tokens, the last one perhaps in part."""
+    return -(-num_tokens // block_size)
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order
