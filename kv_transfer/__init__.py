@@ -1,0 +1,1 @@
+"""Moves paged KV between workers: `protocol` decides (pure), `transport` moves bytes, `checksum` proves them."""

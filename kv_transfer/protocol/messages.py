@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_transfer.transport.base import PeerId
+
+@dataclass(frozen=True, slots=True, order=True)
+class PeerId:
+    """One life of a worker."""
+
+    name: str
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -31,7 +37,10 @@ class BlockGrant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """What a lease entitles to. Blocks with an index below `blocks[0].index` are cached at the receiver and not sent."""
+    """What a lease entitles to. The indices follow each other.
+
+    Blocks below `blocks[0].index` are cached at the receiver and not sent; without `blocks`, all of them are.
+    """
 
     key: PushKey
     lease_id: int
@@ -54,7 +63,8 @@ class FirstToken:
 class PushStats:
     """What the sender measured of one push, for the request's timeline.
 
-    `early_bytes` were written before the last chunk's computation ended, i.e. before `finish` was called.
+    `size_bytes` were written, `early_bytes` of them before the last chunk's computation ended (before `finish` was
+    called), `duration_ns` from the first write's posting to the last one's completion.
     """
 
     size_bytes: int = 0
@@ -67,7 +77,10 @@ class PushStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushChunk:
-    """Sender to receiver, with a write: these blocks are in place. `checksums` as many as `blocks` (0 = off)."""
+    """Sender to receiver, with a write: these blocks are in place. `checksums` as many as `blocks` (0 = off).
+
+    `round` counts the receiver's PushMissing answers: 0 for the first writing, r for what PushMissing(round=r) asked.
+    """
 
     key: PushKey
     lease_id: int
@@ -75,24 +88,35 @@ class PushChunk:
     chunk: int
     blocks: tuple[BlockGrant, ...]
     checksums: tuple[int, ...] = ()
+    round: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushEnd:
-    """Sender to receiver: every write of chunks 0..num_chunks-1 has completed; take the sequence over."""
+    """Sender to receiver: every write of chunks 0..num_chunks-1 has completed; take the sequence over.
+
+    The sequence's first `num_blocks` blocks hold the KV of its `num_tokens` tokens; blocks granted beyond them carry
+    nothing yet. The receiver commits only an end of its own `round`: an older one may be a late copy, sent before
+    writes that are in flight now.
+    """
 
     key: PushKey
     lease_id: int
     rank: int
     num_chunks: int
+    num_blocks: int
     num_tokens: int
     first_tokens: tuple[FirstToken, ...]
     stats: PushStats = PushStats()
+    round: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushAbort:
-    """Sender to receiver: the push ends without a commit and, if `stopped`, no write is in flight any more."""
+    """Sender to receiver: the push ends without a commit and, if `stopped`, no write is in flight any more.
+
+    Without `stopped` another PushAbort follows once the writes have ended, or none if that can never be told.
+    """
 
     key: PushKey
     lease_id: int
@@ -102,7 +126,7 @@ class PushAbort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushStop:
-    """Receiver to sender: stop this push, answer PushAbort(stopped=True) once nothing is in flight, never start it again."""
+    """Receiver to sender: stop this push for good; answer PushAbort(stopped=True) once nothing is in flight."""
 
     key: PushKey
     lease_id: int
@@ -116,6 +140,7 @@ class PushMissing:
     key: PushKey
     lease_id: int
     chunks: tuple[int, ...]
+    round: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +153,15 @@ class PushCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRenew:
-    """Either side to the other, for all pushes of the pair at once: these leases are alive here."""
+    """For all pushes of the pair at once: these leases are alive here.
+
+    The sender asks, naming its own clock's `sent_ns`; the receiver replies with those of them that live, and with the
+    same `sent_ns`. So the sender counts a lease from before it asked and the receiver from when it was asked.
+    """
 
     lease_ids: tuple[int, ...]
+    sent_ns: int = 0
+    is_reply: bool = False
 
 
 PushMessage = PushChunk | PushEnd | PushAbort | PushStop | PushMissing | PushCommitted | LeaseRenew
@@ -218,10 +249,15 @@ class BlocksReleased:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceReleased:
-    """Sender: the push needs its source blocks no more (committed, or stopped). Exactly once a push."""
+    """Sender: the push needs its source blocks no more (committed, or stopped). Exactly once a push.
+
+    Unless `settled`, a write of it may still land at the receiver: only a fence, never a word of ours, frees those
+    blocks (the owner must not report such a push as stopped).
+    """
 
     key: PushKey
     committed: bool
+    settled: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

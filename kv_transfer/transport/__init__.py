@@ -1,0 +1,1 @@
+"""One-sided transports: `base` is the contract, every other module one backend."""

@@ -16,22 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-
-@dataclass(frozen=True, slots=True, order=True)
-class PeerId:
-    """One life of a worker."""
-
-    name: str
-    incarnation: int
+from kv_transfer.protocol.messages import PeerId as PeerId
+from kv_transfer.protocol.plan import Copy as Copy
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Moves `size_bytes` from offset `source_bytes` of the local region to `target_bytes` of the peer's."""
+class TransportError(Exception):
+    """Root of what a transport raises: UnknownPeerError, and each backend's own."""
 
-    source_bytes: int
-    target_bytes: int
-    size_bytes: int
+
+class UnknownPeerError(TransportError):
+    """There is no connection to that life of the peer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,45 @@
+"""Every limit of the push protocol, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+SECOND_NS = 1_000_000_000
+MILLISECOND_NS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushLimits:
+    """Bounds on what sender and receiver hold, post, resend and wait for. All values are positive."""
+
+    lease_ttl_ns: int = 10 * SECOND_NS
+    """What an owner puts into Grant.ttl_ns; renewed RENEWALS_PER_TTL times within it."""
+    max_pushes: int = 1024
+    """Pushes open at once, on either side; one more is refused."""
+    max_inflight_writes: int = 8
+    """Writes posted and not ended, a peer."""
+    max_blocks_per_write: int = 32
+    write_timeout_ns: int = 10 * SECOND_NS
+    """A write in flight for longer fails its push; a failed push waits as long again for its writes to end."""
+    end_resend_interval_ns: int = 500 * MILLISECOND_NS
+    max_end_sends: int = 20
+    """PushEnds sent in one round without an answer before the push fails."""
+    max_missing_rounds: int = 3
+    """Times that the receiver asks for lost or corrupt chunks again."""
+    stop_resend_interval_ns: int = 250 * MILLISECOND_NS
+    stop_timeout_ns: int = 10 * SECOND_NS
+    """How long the receiver waits for the sender to acknowledge a stop before it fences that life."""
+    max_quarantined_blocks: int = 4096
+    """Above it the receiver takes no new push."""
+    max_tombstones: int = 8192
+    """Ended pushes remembered, so that a late open or a late message finds them ended."""
+    max_fenced_lives: int = 4096
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name}: must be at least 1, is {getattr(self, field.name)}")
+
+
+RENEWALS_PER_TTL = 4
+"""Three renewals may be lost before a lease expires."""

@@ -1,0 +1,188 @@
+"""One push as its sender sees it: what is ready, what is written, what is in flight. PushSender drives it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kv_transfer.protocol.messages import BlockGrant, FirstToken, Grant, PeerId, PushChunk, PushEnd, PushStats
+
+
+class SenderPhase(Enum):
+    SENDING = "sending"
+    """Blocks are still being computed."""
+    ENDING = "ending"
+    """Every block is known; PushEnd goes out, again and again, once no write is in flight."""
+    STOPPING = "stopping"
+    """Failed or cancelled; waits for its own writes to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one write carries; kept so that it can be written again."""
+
+    blocks: tuple[BlockGrant, ...]
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    num_blocks: int
+    deadline_ns: int
+
+
+@dataclass(slots=True, kw_only=True)
+class OutgoingPush:
+    grant: Grant
+    num_blocks: int
+    opened_ns: int
+    lease_deadline_ns: int
+    phase: SenderPhase = SenderPhase.SENDING
+    ungiven: dict[int, BlockGrant] = field(default_factory=dict)
+    """Granted blocks, by index, that blocks_ready has not named yet."""
+    pending: deque[tuple[BlockGrant, int]] = field(default_factory=deque)
+    """Ready and not written: (target, source block id)."""
+    rewrites: deque[int] = field(default_factory=deque)
+    """Chunk numbers that the receiver asked for again."""
+    chunks: list[Chunk] = field(default_factory=list)
+    inflight: dict[int, Write] = field(default_factory=dict)
+    """By write id, oldest first."""
+    round: int = 0
+    num_tokens: int = 0
+    first_tokens: tuple[FirstToken, ...] = ()
+    num_end_sends: int = 0
+    end_due_ns: int | None = None
+    """When PushEnd is sent again; None before it was sent in this round."""
+    num_written_blocks: int = 0
+    num_early_blocks: int = 0
+    """Written before finish was called."""
+    first_post_ns: int | None = None
+    last_write_ns: int = 0
+    settle_deadline_ns: int = 0
+    is_unsettled: bool = False
+    """A write ended without telling whether it may still land."""
+
+    @property
+    def peer(self) -> PeerId:
+        return self.grant.receiver
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.rewrites or self.pending)
+
+    @property
+    def is_written(self) -> bool:
+        return not (self.has_work or self.inflight)
+
+    @property
+    def write_deadline_ns(self) -> int | None:
+        return next((write.deadline_ns for write in self.inflight.values()), None)
+
+    def give(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Queues (index, source block id) pairs; indices below the first granted one are cached at the receiver.
+
+        Raises: ValueError for an index out of range or given twice; nothing is queued then.
+        """
+        granted = self.grant.blocks
+        first_index = granted[0].index if granted else self.num_blocks
+        wanted: dict[int, int] = {}
+        for index, source in blocks:
+            if not 0 <= index < self.num_blocks:
+                raise ValueError(f"blocks: index {index} of a push of {self.num_blocks} blocks")
+            if index < first_index:
+                continue
+            if index in wanted or index not in self.ungiven:
+                raise ValueError(f"blocks: index {index} given twice")
+            wanted[index] = source
+        for index, source in wanted.items():
+            self.pending.append((self.ungiven.pop(index), source))
+
+    def take_chunk(self, max_blocks: int) -> tuple[tuple[int, ...], PushChunk]:
+        """The next write: its source blocks and the message that goes with it. Needs has_work."""
+        if self.rewrites:
+            number = self.rewrites.popleft()
+        else:
+            number = len(self.chunks)
+            taken = [self.pending.popleft() for _ in range(min(max_blocks, len(self.pending)))]
+            self.chunks.append(Chunk(tuple(block for block, _ in taken), tuple(source for _, source in taken)))
+        chunk = self.chunks[number]
+        message = PushChunk(
+            key=self.grant.key,
+            lease_id=self.grant.lease_id,
+            rank=0,
+            chunk=number,
+            blocks=chunk.blocks,
+            round=self.round,
+        )
+        return chunk.sources, message
+
+    def post(self, now_ns: int, write_id: int, write: Write) -> None:
+        self.inflight[write_id] = write
+        if self.first_post_ns is None:
+            self.first_post_ns = now_ns
+
+    def written(self, now_ns: int, write: Write) -> None:
+        """Takes one completed write into the statistics."""
+        self.last_write_ns = now_ns
+        self.num_written_blocks += write.num_blocks
+        if self.phase is SenderPhase.SENDING:
+            self.num_early_blocks += write.num_blocks
+
+    def end_message(self, block_size_bytes: int) -> PushEnd:
+        duration_ns = 0 if self.first_post_ns is None else self.last_write_ns - self.first_post_ns
+        return PushEnd(
+            key=self.grant.key,
+            lease_id=self.grant.lease_id,
+            rank=0,
+            num_chunks=len(self.chunks),
+            num_blocks=self.num_blocks,
+            num_tokens=self.num_tokens,
+            first_tokens=self.first_tokens,
+            stats=PushStats(
+                size_bytes=self.num_written_blocks * block_size_bytes,
+                early_bytes=self.num_early_blocks * block_size_bytes,
+                duration_ns=duration_ns,
+            ),
+            round=self.round,
+        )
+
+    def begin_round(self, number: int, chunks: Sequence[int]) -> None:
+        self.round = number
+        self.rewrites.extend(chunks)
+        self.num_end_sends = 0
+        self.end_due_ns = None
+
+    def next_deadline_ns(self) -> int:
+        if self.phase is SenderPhase.STOPPING:
+            return self.settle_deadline_ns
+        deadlines = (self.lease_deadline_ns, self.write_deadline_ns, self.end_due_ns)
+        return min(deadline for deadline in deadlines if deadline is not None)
+
+    def check_invariants(self) -> None:
+        if self.phase is SenderPhase.STOPPING:
+            assert not self.has_work, "a stopping push posts nothing"
+            assert self.inflight, "a stopping push waits for a write"
+        if self.phase is SenderPhase.ENDING:
+            assert not self.ungiven, "an ending push has been given every block"
+        if self.end_due_ns is not None:
+            assert self.phase is SenderPhase.ENDING, "only an ending push has sent its end"
+            assert self.is_written, "PushEnd is sent only when every write has completed"
+        assert all(number < len(self.chunks) for number in self.rewrites)
+        num_granted = sum(1 for block in self.grant.blocks if block.index < self.num_blocks)
+        num_known = len(self.ungiven) + len(self.pending) + sum(len(chunk.blocks) for chunk in self.chunks)
+        assert self.phase is SenderPhase.STOPPING or num_known == num_granted, "a block is lost or doubled"
+
+
+def check_grant(grant: Grant, num_blocks: int) -> None:
+    """Raises ValueError where a grant cannot carry a push of `num_blocks` blocks."""
+    if grant.ttl_ns < 1:
+        raise ValueError(f"ttl_ns: must be positive, is {grant.ttl_ns}")
+    if num_blocks < 0:
+        raise ValueError(f"total_blocks: must not be negative, is {num_blocks}")
+    for before, after in zip(grant.blocks, grant.blocks[1:], strict=False):
+        if after.index != before.index + 1:
+            raise ValueError(f"blocks: index {after.index} follows index {before.index}")
+    if grant.blocks and num_blocks > grant.blocks[-1].index + 1:
+        raise ValueError(f"total_blocks: {num_blocks}, but the grant ends with index {grant.blocks[-1].index}")
