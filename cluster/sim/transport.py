@@ -1,0 +1,358 @@
+"""The push transport in the simulator: one-sided writes into a peer's KV memory, with every fault they can have.
+
+Two families of backend are modelled. With `SHARED_MEMORY` the sender's own process copies into the receiver's memory:
+a stopped sender's copies land when it continues, a dead one's never, and the fence is its death. With `REMOTE` the
+network card copies: what was posted may land although the sender is stopped or dead, the receiver may not hear of its
+death, and the fence closes the receiver's side.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS, Kernel
+from cluster.sim.kv_memory import KVMemory, checksum
+from cluster.sim.network import Network
+from cluster.sim.process import Process
+from kv_transfer.transport.base import (
+    Connected,
+    ConnectFailed,
+    Copy,
+    Fenced,
+    Notified,
+    PeerGone,
+    PeerId,
+    TransportEvent,
+    UnknownPeerError,
+    WriteCompleted,
+    WriteFailed,
+)
+
+CONNECT_TIMEOUT_NS = 2 * SECOND_NS
+MAX_FENCE_NS = 8 * MILLISECOND_NS
+MAX_FAULT_DELAY_NS = 3 * SECOND_NS
+NANOSECONDS_PER_BYTE = 400
+"""Simulated blocks are tiny; this makes a push take about as long as the steps around it."""
+
+
+class Family(Enum):
+    SHARED_MEMORY = "shared_memory"
+    REMOTE = "remote"
+
+
+@dataclass(slots=True, kw_only=True)
+class DataFaults:
+    """Probabilities, a write or notification, of what goes wrong on the data links at the moment; all 0 = healthy."""
+
+    lose_notice: float = 0.0
+    delay_notice: float = 0.0
+    repeat_notice: float = 0.0
+    corrupt: float = 0.0
+    skip_data: float = 0.0
+    fail_write: float = 0.0
+    slow_write: float = 0.0
+    cut: float = 0.0
+
+    def clear(self) -> None:
+        for name in self.__slots__:
+            setattr(self, name, 0.0)
+
+
+@dataclass(slots=True)
+class _Link:
+    """A data connection between two lives."""
+
+    ends: tuple[SimTransport, SimTransport]
+    is_open: bool = True
+
+    def other(self, end: SimTransport) -> SimTransport:
+        return self.ends[1] if self.ends[0] is end else self.ends[0]
+
+
+@dataclass(slots=True)
+class _Write:
+    handle: int
+    link: _Link
+    copies: Sequence[Copy]
+    notify: bytes
+    checksum: bool
+    sums: list[int] = field(default_factory=list)
+    num_landed: int = 0
+    is_cancelled: bool = False
+    fails: bool = False
+
+
+class Fabric:
+    """What all transports of a cluster share: who lives where, and the state of the links."""
+
+    def __init__(self, kernel: Kernel, network: Network, family: Family) -> None:
+        self.kernel = kernel
+        self.network = network
+        self.family = family
+        self.faults = DataFaults()
+        self.random = kernel.stream("fabric")
+        self.transports: dict[PeerId, SimTransport] = {}
+        self.observe_landing: Callable[[PeerId, PeerId, Copy], None] = lambda sender, receiver, copy: None
+        """Called before each copy lands, with sender, receiver and the copy: the checks look at the target block."""
+
+    def latency_ns(self) -> int:
+        return 20_000 + int(self.random.random() * 300_000)
+
+    def hits(self, probability: float) -> bool:
+        return probability > 0 and self.random.random() < probability
+
+    def are_apart(self, end: SimTransport, other: SimTransport) -> bool:
+        """Whether a partition separates the two; workers that share memory share a host."""
+        if self.family is Family.SHARED_MEMORY:
+            return False
+        return self.network.is_partitioned(end.process.name, other.process.name)
+
+
+class SimTransport:
+    """`kv_transfer.transport.base.Transport` for one worker life; `wake` takes the place of `fileno`."""
+
+    def __init__(self, fabric: Fabric, process: Process, me: PeerId, memory: KVMemory, wake: Callable[[], None]) -> None:
+        self.name = f"sim-{fabric.family.value}"
+        self.process = process
+        self.me = me
+        self._fabric = fabric
+        self._memory = memory
+        self._wake = wake
+        self._links: dict[PeerId, _Link] = {}
+        self._dialling: dict[PeerId, bool] = {}
+        self._met: dict[PeerId, None] = {}
+        """Lives that have been connected to us, ever: they may have writes in flight."""
+        self._fenced: dict[PeerId, bool] = {}
+        """Lives whose fence has begun; True once it is complete."""
+        self._events: deque[TransportEvent] = deque()
+        self._writes: dict[int, _Write] = {}
+        self._num_writes = 0
+        self._busy_until_ns: dict[PeerId, int] = {}
+        self._is_closed = False
+        fabric.transports[me] = self
+        process.on_exit(lambda _reason: self._die())
+
+    # ---- Transport --------------------------------------------------------------------------------------------
+
+    def endpoint(self) -> bytes:
+        return f"{self.me.name}#{self.me.incarnation}".encode()
+
+    def connect(self, peer: PeerId, endpoint: bytes) -> None:
+        if peer in self._links or peer in self._dialling:
+            return
+        self._dialling[peer] = True
+        target = self._fabric.transports.get(peer)
+        kernel = self._fabric.kernel
+        if target is None or not target.process.alive or endpoint != target.endpoint():
+            self._after(self._fabric.latency_ns(), lambda: self._connect_failed(peer, "no such endpoint"))
+            return
+        self._after(CONNECT_TIMEOUT_NS, lambda: self._connect_failed(peer, "timed out"))
+        if not self._fabric.are_apart(self, target):
+            kernel.after(self._fabric.latency_ns(), lambda: target.process.deliver(lambda: target._accept(self)))
+
+    def write(self, peer: PeerId, copies: Sequence[Copy], notify: bytes, *, checksum: bool = False) -> int:
+        link = self._links.get(peer)
+        if link is None:
+            raise UnknownPeerError(f"{self.me} is not connected to {peer}")
+        self._num_writes += 1
+        write = _Write(self._num_writes, link, copies, notify, checksum)
+        self._writes[write.handle] = write
+        write.fails = self._fabric.hits(self._fabric.faults.fail_write) and bool(copies)
+        self._schedule_copies(write, peer)
+        return write.handle
+
+    def cancel(self, handle: int) -> None:
+        write = self._writes.get(handle)
+        if write is not None:
+            write.is_cancelled = True
+
+    def poll(self) -> list[TransportEvent]:
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def fence(self, peer: PeerId) -> None:
+        if peer in self._fenced:
+            if self._fenced[peer]:
+                self._report(Fenced(peer=peer))
+            return
+        self._fenced[peer] = False
+        delay_ns = int(self._fabric.random.random() * MAX_FENCE_NS) if peer in self._met else 0
+        self._after(delay_ns, lambda: self._complete_fence(peer))
+
+    def disconnect(self, peer: PeerId) -> None:
+        link = self._links.pop(peer, None)
+        if link is not None:
+            self._break(link, "disconnected by peer")
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self) -> None:
+        self._is_closed = True
+        for peer in list(self._links):
+            self.disconnect(peer)
+
+    # ---- connections ------------------------------------------------------------------------------------------
+
+    def _accept(self, dialler: SimTransport) -> None:
+        """The other side reached us; a fenced life is turned away."""
+        if self._is_closed or dialler.me in self._fenced:
+            dialler._after(self._fabric.latency_ns(), lambda: dialler._connect_failed(self.me, "refused: fenced"))
+            return
+        if not dialler.process.alive or self.me not in dialler._dialling:
+            return
+        link = _Link((dialler, self))
+        self._links[dialler.me] = link
+        self._met[dialler.me] = None
+        self._report(Connected(peer=dialler.me))
+        dialler._after(self._fabric.latency_ns(), lambda: dialler._connected(self.me, link))
+
+    def _connected(self, peer: PeerId, link: _Link) -> None:
+        if self._dialling.pop(peer, None) is None or not link.is_open:
+            return
+        self._links[peer] = link
+        self._met[peer] = None
+        self._report(Connected(peer=peer))
+
+    def _connect_failed(self, peer: PeerId, reason: str) -> None:
+        if self._dialling.pop(peer, None) is not None:
+            self._report(ConnectFailed(peer=peer, reason=reason))
+
+    def cut(self, peer: PeerId) -> None:
+        """Fault: the connection breaks; both sides see it end in their own time."""
+        link = self._links.get(peer)
+        if link is not None:
+            self._break(link, "connection lost")
+            self._lose(link, "connection lost")
+
+    def _break(self, link: _Link, reason: str) -> None:
+        link.is_open = False
+        other = link.other(self)
+        other._after(self._fabric.latency_ns(), lambda: other._lose(link, reason))
+
+    def _lose(self, link: _Link, reason: str) -> None:
+        peer = link.other(self).me
+        if self._links.get(peer) is link:
+            del self._links[peer]
+            self._abandon_writes(link, reason)
+            self._report(PeerGone(peer=peer, reason=reason))
+
+    def _abandon_writes(self, link: _Link, reason: str) -> None:
+        """A remote backend reports what it had posted as failed, though its card may go on copying."""
+        if self._fabric.family is Family.SHARED_MEMORY:
+            return
+        for write in [write for write in self._writes.values() if write.link is link]:
+            del self._writes[write.handle]
+            self._report(WriteFailed(handle=write.handle, quiesced=False, reason=reason))
+
+    def _die(self) -> None:
+        """Our process ended: the kernel closes our sockets, which a remote peer may never learn."""
+        for link in self._links.values():
+            link.is_open = False
+            if self._fabric.family is Family.SHARED_MEMORY or self._fabric.random.random() < 0.5:
+                self._break(link, "peer exited")
+
+    # ---- writes -----------------------------------------------------------------------------------------------
+
+    def _schedule_copies(self, write: _Write, peer: PeerId) -> None:
+        """Copies run one after the other on the link; each lands as a whole at its time.
+
+        A write that is going to fail does some of its copies late (a remote backend, which does not know what its card
+        still does) or not at all (a local one, which stopped at an error).
+        """
+        fabric = self._fabric
+        time_ns = max(fabric.kernel.now_ns, self._busy_until_ns.get(peer, 0))
+        if fabric.hits(fabric.faults.slow_write):
+            time_ns += int(fabric.random.random() * MAX_FAULT_DELAY_NS)
+        for index, copy in enumerate(write.copies):
+            time_ns += copy.size_bytes * NANOSECONDS_PER_BYTE
+            landing_ns = time_ns
+            if write.fails and fabric.random.random() < 0.5:
+                if fabric.family is Family.SHARED_MEMORY:
+                    break
+                landing_ns += int(fabric.random.random() * MAX_FAULT_DELAY_NS)
+            fabric.kernel.at(landing_ns, self._copy_action(write, index))
+        self._busy_until_ns[peer] = time_ns
+        fabric.kernel.at(time_ns, lambda: self.process.deliver(lambda: self._finish(write)))
+
+    def _copy_action(self, write: _Write, index: int) -> Callable[[], None]:
+        if self._fabric.family is Family.REMOTE:
+            return lambda: self._land(write, index)
+        return lambda: self.process.deliver(lambda: self._land(write, index))
+
+    def _land(self, write: _Write, index: int) -> None:
+        """One copy reaches the receiver's memory, unless it was cancelled before or the receiver fenced us."""
+        target, copy, faults = write.link.other(self), write.copies[index], self._fabric.faults
+        if write.is_cancelled or target._fenced.get(self.me, False) or not target.process.alive:
+            return
+        write.num_landed += 1
+        source = self._memory.data[copy.source_bytes : copy.source_bytes + copy.size_bytes]
+        if write.checksum:
+            write.sums.append(checksum(source))
+            if self._fabric.hits(faults.skip_data):
+                return
+            if self._fabric.hits(faults.corrupt):
+                source[self._fabric.random.randrange(len(source))] ^= 0x40
+        self._fabric.observe_landing(self.me, target.me, copy)
+        target._memory.data[copy.target_bytes : copy.target_bytes + copy.size_bytes] = source
+
+    def _finish(self, write: _Write) -> None:
+        """All copies are done, as far as the sender can tell."""
+        if self._writes.pop(write.handle, None) is None:
+            return
+        target = write.link.other(self)
+        if write.fails:
+            is_quiet = self._fabric.family is Family.SHARED_MEMORY
+            self._report(WriteFailed(handle=write.handle, quiesced=is_quiet, reason="injected failure"))
+        elif write.num_landed < len(write.copies):
+            self._report(WriteFailed(handle=write.handle, quiesced=True, reason="cancelled, fenced, or peer is dead"))
+        elif not write.link.is_open or self._fabric.are_apart(self, target):
+            self._report(WriteFailed(handle=write.handle, quiesced=True, reason="peer is gone"))
+        else:
+            self._report(WriteCompleted(handle=write.handle))
+            self._notify(target, write)
+
+    def _notify(self, target: SimTransport, write: _Write) -> None:
+        fabric, faults = self._fabric, self._fabric.faults
+        payload = write.notify + struct.pack(f"<{len(write.sums)}Q", *write.sums)
+        num_notices = 0 if fabric.hits(faults.lose_notice) else 2 if fabric.hits(faults.repeat_notice) else 1
+        for _ in range(num_notices):
+            delay_ns = fabric.latency_ns()
+            if fabric.hits(faults.delay_notice):
+                delay_ns += int(fabric.random.random() * MAX_FAULT_DELAY_NS)
+            target._after(delay_ns, lambda: target._notified(write.link, payload))
+        if fabric.hits(faults.cut):
+            self.cut(target.me)
+
+    def _notified(self, link: _Link, payload: bytes) -> None:
+        sender = link.other(self).me
+        if self._links.get(sender) is link and sender not in self._fenced:
+            self._report(Notified(peer=sender, payload=payload))
+
+    # ---- fence ------------------------------------------------------------------------------------------------
+
+    def _complete_fence(self, peer: PeerId) -> None:
+        sender = self._fabric.transports.get(peer)
+        if self._fabric.family is Family.SHARED_MEMORY and sender is not None and peer in self._met:
+            sender.process.exit(f"fenced by {self.me.name}")
+        self._fenced[peer] = True
+        link = self._links.pop(peer, None)
+        if link is not None:
+            self._break(link, "fenced by peer")
+        self._report(Fenced(peer=peer))
+
+    # ---- helpers ----------------------------------------------------------------------------------------------
+
+    def _after(self, delay_ns: int, action: Callable[[], None]) -> None:
+        self._fabric.kernel.after(delay_ns, lambda: self.process.deliver(action))
+
+    def _report(self, event: TransportEvent) -> None:
+        if self._is_closed:
+            return
+        self._events.append(event)
+        self._wake()
