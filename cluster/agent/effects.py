@@ -1,0 +1,80 @@
+"""Effects of WorkerState: what its owner is to do, in order.
+
+Four of them are the push protocol's own (`SendMessage`, `WriteBlocks`, `CancelWrite`, `VerifyBlocks`) and pass
+through unchanged; so does `FencePeer`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.core.ids import FrontId
+from cluster.core.messages import RankEndpoint, TokenRun, WorkerMessage
+from engine.core.step import StepPlan
+from kv_transfer.protocol.messages import CancelWrite, FencePeer, SendMessage, VerifyBlocks, WriteBlocks
+from kv_transfer.transport.base import PeerId
+
+__all__ = [
+    "CancelWrite",
+    "ConnectPeer",
+    "Effect",
+    "FencePeer",
+    "RunStep",
+    "SendMessage",
+    "SendRuns",
+    "Shutdown",
+    "ToCoordinator",
+    "VerifyBlocks",
+    "WriteBlocks",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToCoordinator:
+    """Send on the control stream; dropped if that has just ended (the next hello carries an inventory)."""
+
+    message: WorkerMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStep:
+    """Run the plan; answered by exactly one StepDone or StepFailed. At most one is outstanding."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendRuns:
+    """Send one TokenBatch to the front; answered by RunsWritten, or by FrontDisconnected for all of them."""
+
+    front: FrontId
+    runs: tuple[TokenRun, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectPeer:
+    """Connect to the peer by whichever of its endpoints (one a rank) this side's transport understands."""
+
+    peer: PeerId
+    endpoints: tuple[RankEndpoint, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shutdown:
+    """This life of the worker ends: close everything and exit."""
+
+    reason: str
+
+
+Effect = (
+    ToCoordinator
+    | RunStep
+    | SendRuns
+    | ConnectPeer
+    | SendMessage
+    | WriteBlocks
+    | CancelWrite
+    | VerifyBlocks
+    | FencePeer
+    | Shutdown
+)

@@ -1,0 +1,438 @@
+"""What happens to each attempt's leg: reserved, computed, pushed, taken over, finished, failed, cancelled, released.
+
+The one place where legs, scheduler, pushes and token records change together. A leg goes only when nothing is held
+of it: neither by the scheduler (or its running step) nor by a push, here or, as far as a write of ours may still
+land, at the receiver.
+"""
+
+from __future__ import annotations
+
+from cluster.agent.legs import Leg, LegKind, LegTable, Phase
+from cluster.agent.limits import WorkerStateConfig
+from cluster.agent.outbox import Outbox
+from cluster.agent.pushes import Pushes, PushRefusedError
+from cluster.agent.stepper import Stepper
+from cluster.core.ids import AttemptId, Outcome, WorkerId
+from cluster.core.messages import (
+    Block,
+    Committed,
+    Finished,
+    LegFailed,
+    LegReleased,
+    PeerFenced,
+    Prefill,
+    PrefillDone,
+    Reserve,
+    ReserveGranted,
+    ReserveRefused,
+    RunLocal,
+    TokenInfo,
+    WorkerMessage,
+    WorkerRef,
+)
+from engine.core.block_hash import extra_key, hash_blocks
+from engine.core.block_pool import BlockPool
+from engine.core.errors import OutOfBlocksError, SchedulerFullError, StaleGenerationError
+from engine.core.outcome import EmittedToken, PrefillProgress, StepOutcome
+from engine.core.request import RequestBody
+from engine.core.sequence import SequenceMode, SequenceSpec, num_blocks_for
+from engine.core.step import SequenceKey, StepPlan
+from kv_transfer.protocol.lease import Recent
+from kv_transfer.protocol.messages import BlockGrant, FirstToken, Grant, PushArrived, PushKey
+from kv_transfer.transport.base import PeerId
+
+MILLISECOND_NS = 1_000_000
+
+
+class LegControl:
+    """See the module docstring. Messages for the coordinator are collected until `take_messages`."""
+
+    def __init__(
+        self,
+        config: WorkerStateConfig,
+        *,
+        pool: BlockPool,
+        stepper: Stepper,
+        pushes: Pushes,
+        outbox: Outbox,
+        legs: LegTable,
+    ) -> None:
+        self._config = config
+        self._block_size = config.scheduler.block_size
+        self._peer = peer_of(config.hello.ref.worker)
+        self._pool = pool
+        self._stepper = stepper
+        self._pushes = pushes
+        self._outbox = outbox
+        self._legs = legs
+        self._unstarted: dict[SequenceKey, Leg] = {}
+        self._lost_peers: Recent[PeerId | None, None] = Recent(config.push_limits.max_fenced_lives)
+        self._messages: list[WorkerMessage] = []
+
+    def take_messages(self) -> list[WorkerMessage]:
+        messages, self._messages = self._messages, []
+        return messages
+
+    # ---- commands --------------------------------------------------------------------------------------------
+
+    def reserve(self, now_ns: int, command: Reserve, body: RequestBody) -> None:
+        """Decode: pins what is cached of the prompt and reserves blocks for the rest, or refuses and holds nothing."""
+        if self._legs.get(command.attempt) is not None:
+            return
+        refusal = self._reserve_refusal(command, body)
+        if refusal is not None:
+            self._refuse(command.attempt, refusal)
+            return
+        cached = self._pool.match(self._hashes_to_match(body))
+        self._pool.acquire(cached)
+        grant = Grant(
+            key=PushKey(command.attempt.request_id, command.attempt.attempt),
+            lease_id=command.lease_id,
+            receiver=self._peer,
+            sender=peer_of(command.source.worker),
+            blocks=(),
+            ttl_ns=command.ttl_ms * MILLISECOND_NS,
+        )
+        num_blocks = num_blocks_for(command.num_tokens, self._block_size) - len(cached)
+        try:
+            blocks = self._pushes.reserve(now_ns, grant, num_cached=len(cached), num_blocks=num_blocks)
+        except (OutOfBlocksError, PushRefusedError) as error:
+            self._pool.release(cached)
+            self._refuse(command.attempt, str(error))
+            return
+        leg = self._add_leg(now_ns, command.attempt, LegKind.DECODE, Phase.RESERVED, body)
+        leg.peer = grant.sender
+        leg.pinned_blocks = cached
+        leg.num_cached_tokens = len(cached) * self._block_size
+        leg.kv_transport = _transport_of(command.source)
+        self._messages.append(
+            ReserveGranted(
+                attempt=command.attempt,
+                lease_id=command.lease_id,
+                num_cached_blocks=len(cached),
+                blocks=blocks,
+                ttl_ms=command.ttl_ms,
+            )
+        )
+
+    def prefill(self, now_ns: int, command: Prefill, body: RequestBody) -> None:
+        """Prefill: starts the push (and with it the renewal of its lease) and queues the prompt."""
+        if not self._may_start(command.attempt):
+            return
+        leg = self._add_leg(now_ns, command.attempt, LegKind.PREFILL, Phase.RUNNING, body)
+        leg.peer = peer_of(command.destination.worker)
+        leg.num_blocks_ready = command.num_cached_blocks
+        leg.kv_transport = _transport_of(command.destination)
+        grant = Grant(
+            key=leg.push_key,
+            lease_id=command.lease_id,
+            receiver=leg.peer,
+            sender=self._peer,
+            blocks=tuple(_block_grant(block) for block in command.blocks),
+            ttl_ns=command.ttl_ms * MILLISECOND_NS,
+        )
+        num_blocks = num_blocks_for(leg.num_input_tokens, self._block_size)
+        try:
+            self._pushes.open_source(now_ns, grant, num_blocks, command.destination.endpoints)
+        except ValueError as error:
+            self.fail(now_ns, leg, Outcome.INTERNAL, f"impossible grant: {error}", retryable=True)
+            return
+        self._start(now_ns, leg, SequenceMode.PREFILL_ONLY)
+
+    def run_local(self, now_ns: int, command: RunLocal, body: RequestBody) -> None:
+        """Decode without a prefill worker: prompt and answer are computed here."""
+        if self._may_start(command.attempt):
+            leg = self._add_leg(now_ns, command.attempt, LegKind.LOCAL, Phase.RUNNING, body)
+            self._start(now_ns, leg, SequenceMode.LOCAL)
+
+    def cancel(self, now_ns: int, attempt: AttemptId, reason: str) -> None:
+        """Stops the leg in whatever phase it is; LegReleased follows once nothing is held, for an unknown one now."""
+        leg = self._legs.get(attempt)
+        if leg is not None:
+            self._abandon(now_ns, leg, reason)
+            return
+        self._legs.forbid(attempt)
+        self._outbox.drop(attempt)
+        self._pushes.cancel(now_ns, PushKey(attempt.request_id, attempt.attempt), reason)
+        self._messages.append(LegReleased(attempt=attempt))
+
+    def peer_lost(self, now_ns: int, worker: WorkerId) -> None:
+        """Gives that life of a peer up; PeerFenced follows, at once if it is fenced already."""
+        if self._pushes.peer_lost(now_ns, peer_of(worker)):
+            self._messages.append(PeerFenced(peer=worker))
+        self._lost_peers.add(peer_of(worker), None)
+        for leg in self._legs.leaving():
+            if leg.peer == peer_of(worker):
+                leg.is_unsettled = False
+
+    def fenced(self, now_ns: int, peer: PeerId) -> None:
+        self._pushes.fenced(now_ns, peer)
+        self._messages.append(PeerFenced(peer=WorkerId(peer.name, peer.incarnation)))
+
+    # ---- steps -----------------------------------------------------------------------------------------------
+
+    def step_started(self, now_ns: int, plan: StepPlan) -> None:
+        if self._unstarted:
+            for sequence in plan.sequences:
+                leg = self._unstarted.pop(sequence.key, None)
+                if leg is not None:
+                    leg.started_ns = now_ns
+
+    def step_done(self, now_ns: int, outcome: StepOutcome) -> None:
+        for key in outcome.preempted:
+            leg = self._legs.of_sequence(key)
+            if leg is not None:
+                leg.num_preemptions += 1
+        for progress in outcome.progress:
+            self._on_progress(now_ns, self._leg_of(progress.key), progress)
+        for emitted in outcome.emitted:
+            leg = self._leg_of(emitted.key)
+            self._emit(leg, emitted)
+            if leg.kind is LegKind.PREFILL:
+                self._on_first_token(now_ns, leg, emitted)
+                continue
+            if leg.first_token_ns is None:
+                leg.first_token_ns = now_ns
+            if emitted.finish_reason is not None:
+                self._finish(now_ns, leg, emitted)
+
+    def step_failed(self, now_ns: int, keys: list[SequenceKey], reason: str) -> None:
+        for key in keys:
+            self.fail(now_ns, self._leg_of(key), Outcome.INTERNAL, f"the engine failed: {reason}", retryable=True)
+
+    # ---- settling --------------------------------------------------------------------------------------------
+
+    def settle(self, now_ns: int) -> None:
+        """Acts on what has become of pushes and fronts, then releases the legs of which nothing is held."""
+        self._settle_pushes(now_ns)
+        for attempt in self._outbox.stalled():
+            leg = self._legs.get(attempt)
+            if leg is not None:
+                self.fail(now_ns, leg, Outcome.CANCELLED, "the front does not read its tokens", retryable=False)
+        self._settle_pushes(now_ns)
+        for leg in self._legs.leaving():
+            if not (leg.is_unsettled or self._stepper.holds(leg.sequence_key) or self._pushes.holds(leg.push_key)):
+                self._legs.remove(leg)
+                self._messages.append(LegReleased(attempt=leg.attempt))
+
+    def _settle_pushes(self, now_ns: int) -> None:
+        while (notices := self._pushes.take_notices()) is not None:
+            for key in notices.unsettled:
+                leg = self._legs.of_push(key)
+                assert leg is not None
+                leg.is_unsettled = leg.peer not in self._lost_peers
+            for failed in notices.failed:
+                leg = self._legs.of_push(failed.key)
+                if leg is not None:
+                    self.fail(now_ns, leg, Outcome.TRANSFER_FAILED, failed.reason, retryable=True)
+            for arrived in notices.arrived:
+                self._on_arrived(now_ns, arrived)
+
+    def fail(self, now_ns: int, leg: Leg, outcome: Outcome, reason: str, *, retryable: bool) -> None:
+        if leg.phase is Phase.CLOSING:
+            return
+        self._abandon(now_ns, leg, reason)
+        self._messages.append(LegFailed(attempt=leg.attempt, outcome=outcome, reason=reason, retryable=retryable))
+
+    # ---- inside ----------------------------------------------------------------------------------------------
+
+    def _add_leg(self, now_ns: int, attempt: AttemptId, kind: LegKind, phase: Phase, body: RequestBody) -> Leg:
+        leg = Leg(attempt=attempt, kind=kind, phase=phase, body=body, created_ns=now_ns)
+        self._legs.add(leg)
+        self._outbox.open(attempt, first_position=leg.first_position)
+        return leg
+
+    def _start(self, now_ns: int, leg: Leg, mode: SequenceMode) -> None:
+        try:
+            self._stepper.scheduler.add(self._spec(leg, mode))
+        except ValueError as error:
+            self.fail(now_ns, leg, Outcome.REJECTED_INVALID, str(error), retryable=False)
+        except SchedulerFullError as error:
+            self.fail(now_ns, leg, Outcome.REJECTED_OVERLOAD, str(error), retryable=True)
+        else:
+            self._unstarted[leg.sequence_key] = leg
+
+    def _spec(self, leg: Leg, mode: SequenceMode) -> SequenceSpec:
+        return SequenceSpec(
+            key=leg.sequence_key,
+            prompt_ids=list(leg.body.prompt_ids),
+            forced_output_ids=list(leg.body.delivered_ids),
+            sampling=leg.body.sampling,
+            mode=mode,
+            extra_key=self._extra_key(leg.body),
+            priority=leg.body.priority,
+        )
+
+    def _extra_key(self, body: RequestBody) -> bytes:
+        return extra_key(self._config.model_fingerprint, body.adapter, body.cache_salt)
+
+    def _hashes_to_match(self, body: RequestBody) -> list[bytes]:
+        """Of all full blocks but one that holds the last token: at least one token is left to compute."""
+        token_ids = body.prompt_ids + body.delivered_ids
+        return hash_blocks(token_ids[: len(token_ids) - 1], self._block_size, self._extra_key(body))
+
+    def _may_start(self, attempt: AttemptId) -> bool:
+        if self._legs.get(attempt) is not None:
+            return False
+        if self._legs.is_forbidden(attempt):
+            outcome, reason = Outcome.CANCELLED, "cancelled before it came"
+        elif len(self._legs) >= self._config.limits.max_legs:
+            outcome, reason = Outcome.REJECTED_OVERLOAD, f"{len(self._legs)} attempts are here, which is the limit"
+        else:
+            return True
+        self._messages.append(LegFailed(attempt=attempt, outcome=outcome, reason=reason, retryable=True))
+        return False
+
+    def _reserve_refusal(self, command: Reserve, body: RequestBody) -> str | None:
+        num_tokens = len(body.prompt_ids) + len(body.delivered_ids) + 1
+        max_tokens = self._config.scheduler.max_model_tokens
+        if self._legs.is_forbidden(command.attempt):
+            return "cancelled before it came"
+        if len(self._legs) >= self._config.limits.max_legs:
+            return f"{len(self._legs)} attempts are here, which is the limit"
+        if not body.prompt_ids or command.num_tokens != num_tokens:
+            return f"asked for {command.num_tokens} tokens, the body has {num_tokens} with the next one"
+        if num_tokens > max_tokens:
+            return f"{num_tokens} tokens, the model takes {max_tokens}"
+        return None
+
+    def _refuse(self, attempt: AttemptId, reason: str) -> None:
+        self._messages.append(ReserveRefused(attempt=attempt, reason=reason))
+
+    def _leg_of(self, key: SequenceKey) -> Leg:
+        leg = self._legs.of_sequence(key)
+        assert leg is not None, f"the scheduler runs {key}, which nobody asked for"
+        return leg
+
+    def _on_progress(self, now_ns: int, leg: Leg, progress: PrefillProgress) -> None:
+        if leg.num_preemptions == 0:
+            leg.num_cached_tokens = progress.num_cached_tokens
+        if leg.kind is not LegKind.PREFILL:
+            return
+        is_whole = progress.num_computed_tokens == progress.num_total_tokens
+        num_ready = progress.num_computed_tokens // self._block_size
+        if is_whole:
+            num_ready = num_blocks_for(progress.num_total_tokens, self._block_size)
+        if num_ready > leg.num_blocks_ready:
+            indices = range(leg.num_blocks_ready, num_ready)
+            leg.num_blocks_ready = num_ready
+            blocks = [(index, progress.block_table[index]) for index in indices]
+            self._pushes.blocks_ready(now_ns, leg.push_key, blocks)
+
+    def _emit(self, leg: Leg, emitted: EmittedToken) -> None:
+        token = TokenInfo(token_id=emitted.token_id, logprob=emitted.logprob, top=emitted.top)
+        self._outbox.append(leg.attempt, emitted.position, token)
+
+    def _on_first_token(self, now_ns: int, leg: Leg, emitted: EmittedToken) -> None:
+        """Prefill is done. Its blocks stay in use by the push alone."""
+        leg.first_token_ns = now_ns
+        self._pool.release(self._stepper.scheduler.take_blocks(emitted.key))
+        outcome = _outcome_of(emitted)
+        timeline = leg.timeline(now_ns)
+        self._outbox.end(now_ns, leg.attempt, finish=outcome, timeline=timeline)
+        self._messages.append(PrefillDone(attempt=leg.attempt, outcome=outcome, timeline=timeline))
+        if outcome is None:
+            self._legs.leave(leg, Phase.PUSHING)
+            first = FirstToken(choice=emitted.key.choice, position=emitted.position, token_id=emitted.token_id)
+            self._pushes.finish(now_ns, leg.push_key, leg.num_input_tokens, first)
+        else:
+            self._legs.leave(leg, Phase.CLOSING)
+            self._pushes.cancel(now_ns, leg.push_key, "the first token ended the request")
+
+    def _on_arrived(self, now_ns: int, arrived: PushArrived) -> None:
+        """Decode: takes the KV over, or fails closed."""
+        leg = self._legs.of_push(arrived.key)
+        assert leg is not None and leg.phase is Phase.RESERVED, f"a push arrived for {arrived.key}, which does not wait"
+        mismatch = _mismatch(leg, arrived)
+        if mismatch is not None:
+            self._pushes.commit_failed(now_ns, arrived.key, mismatch)
+            return
+        leg.push_ns = self._pushes.measured_ns(now_ns, arrived)
+        try:
+            committed = self._pushes.commit(arrived)
+        except StaleGenerationError as error:
+            self._pushes.commit_failed(now_ns, arrived.key, str(error))
+            return
+        self._pushes.committed(now_ns, arrived.key)
+        block_table, leg.pinned_blocks = leg.pinned_blocks + committed, []
+        leg.phase = Phase.RUNNING
+        spec = self._spec(leg, SequenceMode.DECODE)
+        try:
+            emitted = self._stepper.scheduler.add_with_kv(spec, block_table, arrived.first_tokens[0].token_id)
+        except ValueError as error:
+            self._pool.release(block_table)
+            self.fail(now_ns, leg, Outcome.INTERNAL, str(error), retryable=False)
+            return
+        leg.joined_ns = now_ns
+        leg.kv_bytes = arrived.stats.size_bytes
+        leg.kv_early_bytes = arrived.stats.early_bytes
+        self._messages.append(Committed(attempt=leg.attempt, timeline=leg.timeline(now_ns)))
+        self._emit(leg, emitted)
+        if emitted.finish_reason is not None:
+            self._finish(now_ns, leg, emitted)
+
+    def _finish(self, now_ns: int, leg: Leg, emitted: EmittedToken) -> None:
+        outcome = _outcome_of(emitted)
+        assert outcome is not None
+        timeline = leg.timeline(now_ns)
+        self._outbox.end(now_ns, leg.attempt, finish=outcome, timeline=timeline)
+        num_output_tokens = emitted.position + 1
+        self._messages.append(
+            Finished(attempt=leg.attempt, outcome=outcome, num_output_tokens=num_output_tokens, timeline=timeline)
+        )
+        self._legs.remove(leg)
+
+    def _abandon(self, now_ns: int, leg: Leg, reason: str) -> None:
+        """Nothing of the leg is wanted any more: it closes, and what it holds goes as soon as it may."""
+        if leg.phase is Phase.CLOSING:
+            return
+        self._unstarted.pop(leg.sequence_key, None)
+        pinned, leg.pinned_blocks = leg.pinned_blocks, []
+        self._legs.leave(leg, Phase.CLOSING)
+        self._outbox.drop(leg.attempt)
+        self._stepper.abort(leg.sequence_key)
+        self._pool.release(pinned)
+        if leg.kind is not LegKind.LOCAL:
+            self._pushes.cancel(now_ns, leg.push_key, reason)
+
+    def check_invariants(self) -> None:
+        for key, leg in self._unstarted.items():
+            assert leg.sequence_key == key and self._legs.get(leg.attempt) is leg and leg.phase is Phase.RUNNING
+        for leg in self._legs:
+            holds = self._stepper.holds(leg.sequence_key), self._pushes.holds(leg.push_key)
+            expected = {Phase.RESERVED: (False, True), Phase.PUSHING: (False, True)}.get(leg.phase)
+            assert expected in (None, holds), f"{leg.attempt} is {leg.phase.value}, held by {holds}"
+            if leg.phase is Phase.RUNNING:
+                assert self._stepper.scheduler.has(leg.sequence_key), f"{leg.attempt} runs nowhere"
+            if leg.phase is Phase.CLOSING:
+                assert leg.is_unsettled or any(holds), f"{leg.attempt} holds nothing and was not released"
+        for push_key in self._pushes.open_keys():
+            assert self._legs.of_push(push_key) is not None, f"a push of {push_key} without a leg"
+
+
+def peer_of(worker: WorkerId) -> PeerId:
+    return PeerId(worker.name, worker.incarnation)
+
+
+def _block_grant(block: Block) -> BlockGrant:
+    return BlockGrant(block.index, block.block_id, block.generation)
+
+
+def _transport_of(ref: WorkerRef) -> str:
+    return ref.endpoints[0].transport if ref.endpoints else ""
+
+
+def _outcome_of(emitted: EmittedToken) -> Outcome | None:
+    if emitted.finish_reason is None:
+        return None
+    return Outcome.STOP if emitted.finish_reason == "stop" else Outcome.LENGTH
+
+
+def _mismatch(leg: Leg, arrived: PushArrived) -> str | None:
+    """Why what arrived is not what this leg waits for; None if it is."""
+    if arrived.num_tokens != leg.num_input_tokens:
+        return f"KV of {arrived.num_tokens} tokens arrived, {leg.num_input_tokens} are expected"
+    first_tokens = [(token.choice, token.position) for token in arrived.first_tokens]
+    if first_tokens != [(0, leg.first_position)]:
+        return f"first tokens {first_tokens} arrived, position {leg.first_position} of choice 0 is expected"
+    return None

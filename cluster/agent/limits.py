@@ -1,0 +1,64 @@
+"""WorkerState's configuration, and every limit of the worker's own, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from cluster.core.messages import WorkerHello
+from engine.core.scheduler import SchedulerConfig
+from kv_transfer.protocol.limits import PushLimits
+
+SECOND_NS = 1_000_000_000
+MILLISECOND_NS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentLimits:
+    """Bounds on what a worker holds and waits for. All values are positive."""
+
+    coordinator_grace_ns: int = 30 * SECOND_NS
+    """Without a control stream for longer, the worker ends."""
+    max_batches_in_flight: int = 8
+    """Batches handed to a front's stream and not yet taken by it; further tokens wait in their records."""
+    max_tokens_per_batch: int = 4_096
+    max_stalled_tokens: int = 16_384
+    """Tokens drawn for a front since its stream last took a batch. Above it the front does not read, and its requests
+    here are cancelled."""
+    max_fronts: int = 256
+    max_finished_records: int = 1_024
+    finished_record_ttl_ns: int = 60 * SECOND_NS
+    """A finished attempt's tokens are kept so long for a front that has to reconnect; Forget ends it sooner."""
+    max_early_watches: int = 4_096
+    early_watch_ttl_ns: int = 10 * SECOND_NS
+    """How long a watch may come before the command it belongs to."""
+    max_cancelled_attempts: int = 4_096
+    """Attempts cancelled here that are remembered, so that a late command for one is refused."""
+    max_legs: int = 1_024
+    max_step_failures: int = 3
+    """Steps that may fail in a row before the worker gives itself up."""
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            if getattr(self, limit.name) < 1:
+                raise ValueError(f"{limit.name}: must be at least 1, is {getattr(self, limit.name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStateConfig:
+    """What one life of a worker is.
+
+    Attributes:
+        hello: what the worker says of itself when it registers; load and inventory are filled in each time.
+        num_blocks: size of the KV pool. model_fingerprint: part of every block hash.
+        max_reserved_blocks: watermark on reserved plus quarantined blocks, None for the pool's default.
+        checksums: whether pushed blocks are summed and verified.
+    """
+
+    hello: WorkerHello
+    scheduler: SchedulerConfig
+    num_blocks: int
+    model_fingerprint: str
+    max_reserved_blocks: int | None = None
+    checksums: bool = True
+    push_limits: PushLimits = field(default_factory=PushLimits)
+    limits: AgentLimits = field(default_factory=AgentLimits)

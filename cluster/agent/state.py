@@ -1,0 +1,240 @@
+"""WorkerState: one worker's side of everything that can happen between processes, as a pure state machine.
+
+`handle(now_ns, event) -> effects` is its only mutator. It composes the scheduler and block pool (through Stepper),
+both halves of the push protocol (Pushes), the token records (Outbox), the coordinator's link and the legs; LegControl
+holds the rules by which they change together. The simulator and the live worker run the same object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cluster.agent import events as ev
+from cluster.agent.effects import Effect, RunStep, Shutdown, ToCoordinator
+from cluster.agent.leg_control import LegControl
+from cluster.agent.legs import LegTable
+from cluster.agent.limits import WorkerStateConfig
+from cluster.agent.link import CoordinatorLink
+from cluster.agent.outbox import Outbox
+from cluster.agent.pushes import Pushes
+from cluster.agent.stepper import Stepper
+from cluster.core.ids import Outcome
+from cluster.core.messages import (
+    BlockCounts,
+    CancelLeg,
+    CommandBody,
+    Heartbeat,
+    LegFailed,
+    PeerLost,
+    Prefill,
+    Reserve,
+    ReserveRefused,
+    RunLocal,
+    SenderStopped,
+    WorkerLoad,
+    WorkerMessage,
+    WorkerRefused,
+    WorkerWelcome,
+)
+from engine.core.block_pool import BlockPool
+from engine.core.request import RequestBody
+from engine.core.scheduler import Scheduler
+from kv_transfer.protocol.messages import PushKey
+
+
+class WorkerState:
+    """See the module docstring."""
+
+    def __init__(self, config: WorkerStateConfig, now_ns: int) -> None:
+        """Raises ValueError if the pool cannot hold one sequence of the model's full length."""
+        self._config = config
+        limits = config.limits
+        self._pool = BlockPool(config.num_blocks, max_reserved_blocks=config.max_reserved_blocks)
+        self._stepper = Stepper(Scheduler(config.scheduler, self._pool))
+        self._pushes = Pushes(
+            self._pool,
+            config.push_limits,
+            checksums=config.checksums,
+            block_size_bytes=config.hello.block_size_bytes,
+        )
+        self._outbox = Outbox(limits)
+        self._legs = LegTable(limits.max_cancelled_attempts)
+        self._control = LegControl(
+            config,
+            pool=self._pool,
+            stepper=self._stepper,
+            pushes=self._pushes,
+            outbox=self._outbox,
+            legs=self._legs,
+        )
+        self._link = CoordinatorLink(config.hello.ref.worker, grace_ns=limits.coordinator_grace_ns, now_ns=now_ns)
+        self._reports: list[WorkerMessage] = []
+        self._shutdown_reason: str | None = None
+
+    # ---- the machine -----------------------------------------------------------------------------------------
+
+    def handle(self, now_ns: int, event: ev.Event) -> list[Effect]:
+        """Takes in one event and returns what is to be done, in order. After a Shutdown nothing more is done."""
+        if self._shutdown_reason is not None:
+            return []
+        self._dispatch(now_ns, event)
+        self._control.settle(now_ns)
+        if self._shutdown_reason is not None:
+            return [Shutdown(reason=self._shutdown_reason)]
+        return self._collect(now_ns)
+
+    def next_deadline_ns(self) -> int | None:
+        """When a Tick is due at the latest; None while nothing is timed."""
+        deadlines = (
+            self._link.next_deadline_ns(),
+            self._pushes.next_deadline_ns(),
+            self._outbox.next_deadline_ns(),
+        )
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def load(self) -> WorkerLoad:
+        scheduler, costs, counts = self._stepper.scheduler, self._stepper.costs, self._pool.counts()
+        return WorkerLoad(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            waiting_prefill_tokens=scheduler.waiting_prefill_tokens,
+            num_steps=costs.num_steps,
+            step_ms_per_token=costs.prefill_token_ms,
+            decode_step_ms=costs.decode_step_ms,
+            blocks=BlockCounts(
+                total=counts.total,
+                free=counts.free,
+                active=counts.active,
+                cached=counts.cached,
+                reserved=counts.reserved,
+                quarantined=counts.quarantined,
+            ),
+        )
+
+    @property
+    def pool(self) -> BlockPool:
+        """To look at (the simulator and tests do); only WorkerState changes it."""
+        return self._pool
+
+    def num_legs(self) -> int:
+        """Attempts of which anything is held or computed here."""
+        return len(self._legs)
+
+    def num_token_records(self) -> int:
+        return self._outbox.num_records()
+
+    def check_invariants(self) -> None:
+        self._stepper.check_invariants()
+        self._pushes.check_invariants()
+        self._outbox.check_invariants()
+        self._legs.check_invariants()
+        self._control.check_invariants()
+        self._link.check_invariants()
+
+    # ---- inside ----------------------------------------------------------------------------------------------
+
+    def _collect(self, now_ns: int) -> list[Effect]:
+        effects: list[Effect] = []
+        plan = self._stepper.next_plan()
+        if plan is not None:
+            self._control.step_started(now_ns, plan)
+            effects.append(RunStep(plan=plan))
+        effects += self._pushes.take_effects()
+        effects += self._outbox.flush()
+        messages = self._reports + self._control.take_messages()
+        self._reports = []
+        if self._link.is_connected:
+            effects += [ToCoordinator(message=message) for message in messages]
+        return effects
+
+    def _dispatch(self, now_ns: int, event: ev.Event) -> None:
+        match event:
+            case ev.StepDone(result=result, duration_ns=duration_ns):
+                self._control.step_done(now_ns, self._stepper.done(result, duration_ns))
+            case ev.StepFailed(reason=reason):
+                self._on_step_failed(now_ns, reason)
+            case ev.CommandReceived(command=command, body=body):
+                if self._link.accepts(command):
+                    self._on_command(now_ns, command.body, body)
+            case ev.CoordinatorConnected():
+                self._link.connected()
+                inventory = tuple(leg.attempt for leg in self._legs)
+                self._reports.append(replace(self._config.hello, load=self.load(), inventory=inventory))
+            case ev.CoordinatorLost():
+                self._link.lost(now_ns)
+            case ev.FrontConnected(front=front):
+                self._outbox.connect(front)
+            case ev.FrontDisconnected(front=front):
+                self._outbox.disconnect(front)
+            case ev.TokenRequestReceived(front=front, request=request):
+                self._outbox.request(now_ns, front, request)
+            case ev.RunsWritten(front=front):
+                self._outbox.written(front)
+            case ev.Tick():
+                self._on_tick(now_ns)
+            case _:
+                self._on_transport(now_ns, event)
+
+    def _on_transport(self, now_ns: int, event: ev.Event) -> None:
+        match event:
+            case ev.PushReceived(peer=peer, message=message):
+                self._pushes.message(now_ns, peer, message)
+            case ev.WriteDone(write_id=write_id):
+                self._pushes.write_done(now_ns, write_id)
+            case ev.WriteBroken(write_id=write_id, quiesced=quiesced, reason=reason):
+                self._pushes.write_broken(now_ns, write_id, quiesced, reason)
+            case ev.Verified(key=key, chunk=chunk, bad_block_ids=bad_block_ids):
+                self._pushes.verified(now_ns, key, chunk, bad_block_ids)
+            case ev.PeerConnected(peer=peer):
+                self._pushes.connected(now_ns, peer)
+            case ev.PeerConnectFailed(peer=peer, reason=reason):
+                self._pushes.connect_failed(now_ns, peer, reason)
+            case ev.PeerGone(peer=peer, reason=reason):
+                self._pushes.peer_gone(now_ns, peer, reason)
+            case ev.FenceDone(peer=peer):
+                self._control.fenced(now_ns, peer)
+            case _:
+                raise AssertionError(f"not an event: {event}")
+
+    def _on_command(self, now_ns: int, command: CommandBody, body: RequestBody | None) -> None:
+        match command:
+            case Reserve() | Prefill() | RunLocal():
+                self._on_work(now_ns, command, body)
+            case CancelLeg(attempt=attempt, reason=reason):
+                self._control.cancel(now_ns, attempt, reason)
+            case SenderStopped(attempt=attempt):
+                self._pushes.sender_stopped(now_ns, PushKey(attempt.request_id, attempt.attempt))
+            case PeerLost(peer=peer):
+                self._control.peer_lost(now_ns, peer)
+            case WorkerWelcome(heartbeat_ms=heartbeat_ms):
+                self._link.welcomed(now_ns, heartbeat_ms)
+            case WorkerRefused(reason=reason):
+                self._shutdown_reason = f"the coordinator refused this worker: {reason}"
+
+    def _on_work(self, now_ns: int, command: Reserve | Prefill | RunLocal, body: RequestBody | None) -> None:
+        match command:
+            case Reserve() if body is None:
+                self._reports.append(ReserveRefused(attempt=command.attempt, reason="the command came without a body"))
+            case _ if body is None:
+                reason = "the command came without a body"
+                failed = LegFailed(attempt=command.attempt, outcome=Outcome.INTERNAL, reason=reason, retryable=True)
+                self._reports.append(failed)
+            case Reserve():
+                self._control.reserve(now_ns, command, body)
+            case Prefill():
+                self._control.prefill(now_ns, command, body)
+            case RunLocal():
+                self._control.run_local(now_ns, command, body)
+
+    def _on_step_failed(self, now_ns: int, reason: str) -> None:
+        self._control.step_failed(now_ns, self._stepper.failed(), reason)
+        if self._stepper.num_failed_in_a_row >= self._config.limits.max_step_failures:
+            self._shutdown_reason = f"{self._stepper.num_failed_in_a_row} steps failed in a row: {reason}"
+
+    def _on_tick(self, now_ns: int) -> None:
+        self._pushes.tick(now_ns)
+        self._outbox.expire(now_ns)
+        if self._link.is_given_up(now_ns):
+            self._shutdown_reason = "no coordinator"
+        elif self._link.is_heartbeat_due(now_ns):
+            self._reports.append(Heartbeat(load=self.load(), leases=self._pushes.leases(now_ns)))
