@@ -1,0 +1,142 @@
+// Vectors of BATON_WIDTH floats through the compiler's vector extension: one source for every instruction set.
+//
+// Included inside `namespace baton::BATON_ISA_NAMESPACE { namespace {`. Nothing here may call an inline function of the
+// standard library: the linker keeps one copy of those, and it could be the one compiled for a newer machine.
+
+constexpr int W = BATON_WIDTH;
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+#define BATON_INLINE static inline __attribute__((always_inline))
+
+template <class To, class From>
+BATON_INLINE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+BATON_INLINE vf splat(float x) { return vf{} + x; }
+BATON_INLINE vf zero() { return vf{}; }
+BATON_INLINE vf max(vf a, vf b) { return a > b ? a : b; }
+
+BATON_INLINE vi lane_index() {
+  vi v;
+#pragma GCC unroll 16
+  for (int i = 0; i < W; ++i) v[i] = i;
+  return v;
+}
+
+BATON_INLINE vf load(const float* p) {
+  vf v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+
+BATON_INLINE void store(float* p, vf v) { __builtin_memcpy(p, &v, sizeof v); }
+
+// bfloat16 is the upper half of a float32: widening is a shift.
+BATON_INLINE vf load(const bf16* p) {
+  vh half;
+  __builtin_memcpy(&half, p, sizeof half);
+  return bit_cast<vf>(__builtin_convertvector(half, vu) << 16);
+}
+
+// Round to nearest, ties to even; NaN stays NaN.
+BATON_INLINE vh round_to_bf16(vf v) {
+  const vu bits = bit_cast<vu>(v);
+  const vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return __builtin_convertvector(v == v ? rounded : (vu{} + 0x7fc0u), vh);
+}
+
+BATON_INLINE void store(bf16* p, vf v) {
+  const vh half = round_to_bf16(v);
+  __builtin_memcpy(p, &half, sizeof half);
+}
+
+// The first n < W elements; the other lanes are zero.
+template <class T>
+BATON_INLINE vf load_part(const T* p, int n) {
+  T lanes[W] = {};
+  __builtin_memcpy(lanes, p, n * sizeof(T));
+  return load(lanes);
+}
+
+template <class T>
+BATON_INLINE void store_part(T* p, vf v, int n) {
+  T lanes[W];
+  store(lanes, v);
+  __builtin_memcpy(p, lanes, n * sizeof(T));
+}
+
+template <class T>
+BATON_INLINE vf load_up_to(const T* p, int n) {
+  return n >= W ? load(p) : load_part(p, n);
+}
+
+template <class T>
+BATON_INLINE void store_up_to(T* p, vf v, int n) {
+  if (n >= W) {
+    store(p, v);
+  } else {
+    store_part(p, v, n);
+  }
+}
+
+BATON_INLINE float sum_lanes(vf v) {
+#pragma GCC unroll 4
+  for (int step = W / 2; step > 0; step /= 2) v += __builtin_shuffle(v, lane_index() ^ step);
+  return v[0];
+}
+
+BATON_INLINE float max_lanes(vf v) {
+#pragma GCC unroll 4
+  for (int step = W / 2; step > 0; step /= 2) v = max(v, __builtin_shuffle(v, lane_index() ^ step));
+  return v[0];
+}
+
+// 2^x for x <= 127, within 2 units in the last place; 0 below -126 (no subnormals).
+// x = n + f with n whole and |f| <= 1/2; 2^f by its Taylor series, 2^n by writing n into the exponent.
+BATON_INLINE vf exp2(vf x) {
+  const vf clamped = max(x, splat(-126.0f));
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const vf whole = (clamped + magic) - magic;
+  const vf f = clamped - whole;
+  vf series = splat(1.5403530e-4f);
+  series = series * f + 1.3333558e-3f;
+  series = series * f + 9.6181291e-3f;
+  series = series * f + 5.5504109e-2f;
+  series = series * f + 2.4022651e-1f;
+  series = series * f + 6.9314718e-1f;
+  series = series * f + 1.0f;
+  const vi exponent = (__builtin_convertvector(whole, vi) + 127) << 23;
+  const vf power = series * bit_cast<vf>(exponent);
+  return x < splat(-126.0f) ? zero() : power;
+}
+
+// In-place transposition of W vectors of W words. Each of the log2(W) passes interleaves vector i with vector
+// i + W/2, which rotates the bits of the address (row, column) by one place.
+BATON_INLINE void transpose(vf (&rows)[W]) {
+  const vi lane = lane_index();
+  const vi low = (lane >> 1) + (lane & 1) * W;
+  const vi high = low + W / 2;
+#pragma GCC unroll 4
+  for (int pass = 1; pass < W; pass *= 2) {
+    vf next[W];
+#pragma GCC unroll 8
+    for (int i = 0; i < W / 2; ++i) {
+      next[2 * i] = __builtin_shuffle(rows[i], rows[i + W / 2], low);
+      next[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + W / 2], high);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) rows[i] = next[i];
+  }
+}
