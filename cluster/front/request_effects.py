@@ -1,0 +1,64 @@
+"""Effects of FrontRequest: what its owner is to do, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.core.ids import AttemptId, Outcome, WorkerId
+from cluster.core.messages import FrontMessage, TokenInfo, Watch, WorkerRef
+from cluster.front.request_timeline import RequestReport
+from engine.core.request import RequestBody
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToCoordinator:
+    """Send, with `body` where the message carries one. Dropped without a stream: CoordinatorRegained repeats it."""
+
+    message: FrontMessage
+    body: RequestBody | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchWorker:
+    """Send the watch on the token stream of that worker, opening the stream if there is none.
+
+    An open stream sends it at once. A stream that is known to be down is answered by WorkerStreamLost now, and by
+    WorkerStreamRestored when it is back, which makes the request watch again.
+    """
+
+    ref: WorkerRef
+    watch: Watch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetWorker:
+    """Send Forget for the attempt to that worker (dropped if its stream is down: the worker's own limit applies)."""
+
+    worker: WorkerId
+    attempt: AttemptId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deliver:
+    """Hand these tokens to the client: they are positions `position .. position + len(tokens) - 1`, each given once.
+
+    `last` is set where nothing follows and the output is to be searched for stop strings first: answer StopMatched or
+    NoStopMatched.
+    """
+
+    position: int
+    tokens: tuple[TokenInfo, ...]
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The request is over; the last effect of its life, and the only one of its kind."""
+
+    outcome: Outcome
+    reason: str
+    retry_after_ms: int | None
+    report: RequestReport
+
+
+Effect = ToCoordinator | WatchWorker | ForgetWorker | Deliver | End

@@ -1,0 +1,42 @@
+"""What a front knows of a request when it starts: the request itself, and the limits of its waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.core.request import RequestBody
+
+NS_PER_S = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """How long a request waits for others before it does something about it.
+
+    Attributes:
+        stream_lost_ns: a worker that must be heard may be out of reach for so long; then the attempt is given up.
+        coordinator_lost_ns: what needs the coordinator waits so long for it to come back; then the request ends.
+    """
+
+    stream_lost_ns: int = 5 * NS_PER_S
+    coordinator_lost_ns: int = 10 * NS_PER_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSpec:
+    """A validated request.
+
+    Attributes:
+        body: complete; `delivered_ids` is empty. block_hashes: of the prompt's full blocks, in order.
+        deadline_ns: the client's deadline on the owner's clock, None if it has none.
+        max_latency_ms: longest time to the first token that is of use to the client, None if there is no limit.
+        has_stop_strings: the owner searches the delivered text and reports StopMatched.
+    """
+
+    request_id: str
+    body: RequestBody
+    block_hashes: tuple[bytes, ...] = ()
+    tenant: str = ""
+    deadline_ns: int | None = None
+    max_latency_ms: int | None = None
+    has_stop_strings: bool = False
