@@ -319,6 +319,7 @@ class PushReceiver:
                 blocks=push.grant.blocks,
                 num_tokens=end.num_tokens,
                 first_tokens=end.first_tokens,
+                stats=end.stats,
             )
         ]
 
