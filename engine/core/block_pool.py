@@ -147,7 +147,7 @@ class BlockPool:
             state, current = self._states[block_id], self._generations[block_id]
             if state is not BlockState.RESERVED or current != generation:
                 raise StaleGenerationError(
-                    f"block {block_id} was granted under generation {generation}, is {state.name.lower()} under {current}"
+                    f"block {block_id}, granted under generation {generation}, is {state.name.lower()} under {current}"
                 )
         assert len({block_id for block_id, _ in blocks}) == len(blocks), "a block is committed twice"
         for block_id, _ in blocks:

@@ -68,9 +68,7 @@ def undisturbed(
 class ToyRunner:
     """Runs plans over the slots of a pool. `salt_of` stands for what else the KV depends on (adapter, cache salt)."""
 
-    def __init__(
-        self, pool: BlockPool, block_size: int, salt_of: Callable[[SequenceKey], int] = lambda key: 0
-    ) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, salt_of: Callable[[SequenceKey], int] = lambda key: 0) -> None:
         self._pool = pool
         self._block_size = block_size
         self._salt_of = salt_of

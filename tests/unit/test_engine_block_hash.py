@@ -37,7 +37,13 @@ def test_the_encoding_is_the_documented_one() -> None:
 
 
 def test_fields_of_the_extra_key_do_not_run_into_each_other() -> None:
-    keys = [extra_key("ab", "c"), extra_key("a", "bc"), extra_key("abc"), extra_key("", "abc"), extra_key("", "", "abc")]
+    keys = [
+        extra_key("ab", "c"),
+        extra_key("a", "bc"),
+        extra_key("abc"),
+        extra_key("", "abc"),
+        extra_key("", "", "abc"),
+    ]
     assert len(set(keys)) == len(keys)
 
 

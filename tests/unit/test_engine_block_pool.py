@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from engine.core.block_hash import ROOT_HASH
@@ -218,7 +220,7 @@ def test_misuse_is_caught() -> None:
     pool = BlockPool(4)
     [used, twice] = pool.allocate(2)
     [(reserved, _)] = pool.reserve(1)
-    for wrong in (
+    misuses: list[Callable[[], None]] = [
         lambda: pool.acquire([3]),
         lambda: pool.acquire([reserved]),
         lambda: pool.release([3]),
@@ -226,9 +228,10 @@ def test_misuse_is_caught() -> None:
         lambda: pool.quarantine([used]),
         lambda: pool.release_reserved([used]),
         lambda: pool.index(reserved, name("a"), ROOT_HASH),
-    ):
+    ]
+    for misuse in misuses:
         with pytest.raises(AssertionError):
-            wrong()
+            misuse()
 
 
 @pytest.mark.parametrize(("num_blocks", "watermark", "field"), [(0, None, "num_blocks"), (4, 5, "max_reserved_blocks")])

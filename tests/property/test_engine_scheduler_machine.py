@@ -1,0 +1,310 @@
+"""Scheduler and BlockPool under random work: every sequence must give the tokens that it gives alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.core.block_hash import hash_blocks
+from engine.core.block_pool import BlockPool, OutOfBlocksError
+from engine.core.sampling import SamplingParams
+from engine.core.scheduler import (
+    PrefillProgress,
+    Scheduler,
+    SchedulerConfig,
+    SequenceMode,
+    SequenceSpec,
+)
+from engine.core.sequence import num_blocks_for
+from engine.core.step import SequenceKey, StepPlan
+from tests.support.toy_engine import Answers, ToyRunner, Undisturbed, kv_of, undisturbed
+
+EOS = 3
+GARBAGE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """KV on its way into this worker: pinned cached blocks, and blocks that the sender may write."""
+
+    spec: SequenceSpec
+    pinned: list[int]
+    granted: list[tuple[int, int]]
+
+    @property
+    def reserved(self) -> list[int]:
+        return [block_id for block_id, _ in self.granted]
+
+
+# Prompts share beginnings, so that the prefix cache has work to do.
+prompts = st.builds(
+    lambda family, num_shared, tail: ([family] * 40)[:num_shared] + tail,
+    st.integers(0, 1),
+    st.integers(0, 20),
+    st.lists(st.integers(0, 1), min_size=1, max_size=4),
+)
+params = st.builds(
+    lambda max_tokens, min_share, ignore_eos, stop, seed: SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=max_tokens * min_share // 4,
+        ignore_eos=ignore_eos,
+        stop_token_ids=stop,
+        seed=seed,
+    ),
+    st.integers(1, 24),
+    st.integers(0, 4),
+    st.booleans(),
+    st.sampled_from([(), (5, 7, 11)]),
+    st.integers(0, 3),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        block_size=st.integers(1, 4),
+        max_model_tokens=st.integers(8, 30),
+        num_spare_blocks=st.integers(0, 8),
+        max_running=st.integers(1, 6),
+        num_chunk_blocks=st.integers(1, 3),
+        num_spare_step_tokens=st.integers(0, 8),
+    )
+    def start(
+        self,
+        block_size: int,
+        max_model_tokens: int,
+        num_spare_blocks: int,
+        max_running: int,
+        num_chunk_blocks: int,
+        num_spare_step_tokens: int,
+    ) -> None:
+        self.config = SchedulerConfig(
+            block_size=block_size,
+            max_step_tokens=max_running + block_size + num_spare_step_tokens,
+            max_running=max_running,
+            prefill_chunk_tokens=num_chunk_blocks * block_size,
+            max_model_tokens=max_model_tokens,
+            eos_token_ids=frozenset({EOS}),
+        )
+        self.pool = BlockPool(num_blocks_for(max_model_tokens, block_size) + num_spare_blocks)
+        self.scheduler = Scheduler(self.config, self.pool)
+        self.salts: dict[SequenceKey, int] = {}
+        self.runner = ToyRunner(self.pool, block_size, self.salts.__getitem__)
+        self.answers = Answers()
+        self.expected: dict[SequenceKey, Undisturbed] = {}
+        self.specs: dict[SequenceKey, SequenceSpec] = {}
+        self.aborted: set[SequenceKey] = set()
+        self.pushes: list[Push] = []
+        self.held: list[list[int]] = []
+        self.plan: StepPlan | None = None
+        self.preempted_without_progress: set[SequenceKey] = set()
+
+    # Work arrives.
+
+    def spec(
+        self, prompt: list[int], sampling: SamplingParams, num_forced: int, mode: SequenceMode, salt: int, priority: int
+    ) -> SequenceSpec:
+        key = SequenceKey(f"request-{len(self.specs)}", 1, salt)
+        prompt = prompt[: self.config.max_model_tokens - 1]
+        self.salts[key] = salt
+        self.expected[key] = undisturbed(
+            prompt,
+            sampling,
+            salt=salt,
+            eos_token_ids=self.config.eos_token_ids,
+            max_model_tokens=self.config.max_model_tokens,
+        )
+        forced = self.expected[key].token_ids[:-1][:num_forced]
+        self.answers.expect(key, forced)
+        self.specs[key] = SequenceSpec(
+            key=key,
+            prompt_ids=prompt,
+            sampling=sampling,
+            mode=mode,
+            extra_key=bytes([salt]),
+            forced_output_ids=forced,
+            priority=priority,
+        )
+        return self.specs[key]
+
+    @rule(
+        burst=st.lists(st.tuples(prompts, params), min_size=1, max_size=5),
+        num_forced=st.integers(0, 5),
+        mode=st.sampled_from([SequenceMode.LOCAL, SequenceMode.LOCAL, SequenceMode.PREFILL_ONLY]),
+        salt=st.sampled_from([0, 0, 0, 1]),
+        priority=st.sampled_from([0, 0, 0, 1]),
+    )
+    def add(
+        self,
+        burst: list[tuple[list[int], SamplingParams]],
+        num_forced: int,
+        mode: SequenceMode,
+        salt: int,
+        priority: int,
+    ) -> None:
+        for prompt, sampling in burst:
+            self.scheduler.add(self.spec(prompt, sampling, num_forced, mode, salt, priority))
+
+    @rule(prompt=prompts, sampling=params, num_forced=st.integers(0, 5), salt=st.sampled_from([0, 0, 0, 1]))
+    def grant_push(self, prompt: list[int], sampling: SamplingParams, num_forced: int, salt: int) -> None:
+        spec = self.spec(prompt, sampling, num_forced, SequenceMode.DECODE, salt, 0)
+        token_ids = spec.prompt_ids + spec.forced_output_ids
+        # At least one token is left for the sender to compute, as with the scheduler's own hits.
+        hashes = hash_blocks(token_ids[:-1], self.config.block_size, spec.extra_key)
+        pinned = self.pool.match(hashes)
+        self.pool.acquire(pinned)
+        num_needed = num_blocks_for(len(token_ids) + 1, self.config.block_size)
+        try:
+            granted = self.pool.reserve(num_needed - len(pinned))
+        except OutOfBlocksError:
+            self.pool.release(pinned)
+            self.aborted.add(spec.key)
+            return
+        self.pushes.append(Push(spec=spec, pinned=pinned, granted=granted))
+
+    @precondition(lambda self: self.pushes)
+    @rule(data=st.data())
+    def finish_push(self, data: st.DataObject) -> None:
+        push = self.pushes.pop(data.draw(st.integers(0, len(self.pushes) - 1)))
+        self.deliver(push)
+
+    def deliver(self, push: Push) -> None:
+        spec = push.spec
+        block_size = self.config.block_size
+        kv = kv_of(spec.prompt_ids + spec.forced_output_ids, self.salts[spec.key])
+        self.runner.write(push.reserved, kv[len(push.pinned) * block_size :])
+        self.pool.commit(push.granted)
+        first_token_id = self.expected[spec.key].token_ids[len(spec.forced_output_ids)]
+        self.answers.take(self.scheduler.add_with_kv(spec, push.pinned + push.reserved, first_token_id))
+
+    @precondition(lambda self: self.pushes)
+    @rule(data=st.data())
+    def cancel_push(self, data: st.DataObject) -> None:
+        """The sender goes on writing until it is fenced."""
+        push = self.pushes.pop(data.draw(st.integers(0, len(self.pushes) - 1)))
+        self.pool.release(push.pinned)
+        self.pool.quarantine(push.reserved)
+        self.runner.write(push.reserved, [GARBAGE] * (len(push.reserved) * self.config.block_size))
+        self.pool.release_reserved(push.reserved)
+        self.aborted.add(push.spec.key)
+
+    # Work is done.
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def schedule(self) -> None:
+        self.plan = self.scheduler.schedule()
+        if self.plan is None:
+            self.check_nothing_is_stuck()
+            return
+        assert self.plan.num_tokens <= self.config.max_step_tokens
+        for step in self.plan.sequences:
+            end = step.start + len(step.token_ids)
+            assert step.sample or end % self.config.block_size == 0, "a chunk ends inside a block"
+            assert len(step.block_table) <= num_blocks_for(end + 1, self.config.block_size)
+
+    def check_nothing_is_stuck(self) -> None:
+        """Only blocks that others hold may keep the scheduler from going on."""
+        counts = self.pool.counts()
+        if self.scheduler.num_running + self.scheduler.num_waiting:
+            assert self.pushes or self.held or counts.reserved, "sequences wait for each other"
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def apply(self) -> None:
+        assert self.plan is not None
+        outcome = self.scheduler.apply(self.runner.run(self.plan))
+        self.plan = None
+        for key in outcome.preempted:
+            assert key not in self.preempted_without_progress, f"{key} was preempted twice without progress"
+            assert self.specs[key].mode is not SequenceMode.PREFILL_ONLY
+            self.preempted_without_progress.add(key)
+        for progress in outcome.progress:
+            self.check_progress(progress)
+        for emitted in outcome.emitted:
+            self.preempted_without_progress.discard(emitted.key)
+            self.answers.take(emitted)
+            if self.specs[emitted.key].mode is SequenceMode.PREFILL_ONLY:
+                self.held.append(self.scheduler.take_blocks(emitted.key))
+
+    def check_progress(self, progress: PrefillProgress) -> None:
+        """What is final now may be pushed now, so it must lie in the slots."""
+        spec = self.specs[progress.key]
+        token_ids = spec.prompt_ids + self.answers.token_ids[progress.key]
+        assert progress.num_total_tokens == len(token_ids)
+        kv = kv_of(token_ids, self.salts[progress.key])[: progress.num_computed_tokens]
+        assert self.runner.read(progress.block_table, progress.num_computed_tokens) == kv
+        assert len(progress.block_table) == num_blocks_for(progress.num_computed_tokens, self.config.block_size)
+        assert progress.num_cached_tokens % self.config.block_size == 0
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def fail(self) -> None:
+        assert self.plan is not None
+        planned = [step.key for step in self.plan.sequences]
+        failed = self.scheduler.fail_step()
+        assert failed == [key for key in planned if key not in self.aborted]
+        self.aborted.update(failed)
+        self.plan = None
+
+    @precondition(lambda self: self.specs)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.specs)))
+        known = self.scheduler.has(key)
+        assert self.scheduler.abort(key) == known
+        assert not self.scheduler.has(key)
+        if known:
+            self.aborted.add(key)
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def source_released(self) -> None:
+        self.pool.release(self.held.pop(0))
+
+    @rule(num_steps=st.integers(1, 12))
+    def run_on(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            if self.plan is None:
+                self.schedule()
+            if self.plan is None:
+                return
+            self.apply()
+            self.scheduler.check_invariants()
+
+    @precondition(lambda self: hasattr(self, "scheduler"))
+    @invariant()
+    def holds_together(self) -> None:
+        self.scheduler.check_invariants()
+        for key, token_ids in self.answers.token_ids.items():
+            assert token_ids == self.expected[key].token_ids[: len(token_ids)], f"{key} gives other tokens than alone"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for push in self.pushes:
+            self.deliver(push)
+        self.pushes = []
+        while True:
+            for block_ids in self.held:
+                self.pool.release(block_ids)
+            self.held = []
+            if self.plan is None:
+                self.schedule()
+            if self.plan is None:
+                break
+            self.apply()
+            self.holds_together()
+        for key, spec in self.specs.items():
+            if key in self.aborted or spec.mode is SequenceMode.PREFILL_ONLY:
+                continue
+            assert self.answers.token_ids[key] == self.expected[key].token_ids
+            assert self.answers.finish_reasons[key] == self.expected[key].finish_reason
+        counts = self.pool.counts()
+        assert counts.active == counts.reserved == counts.quarantined == 0, "blocks are left behind"
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+test_random_work_gives_undisturbed_tokens = SchedulerMachine.TestCase

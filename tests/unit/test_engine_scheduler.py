@@ -1,0 +1,680 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.core import scheduler as scheduler_module
+from engine.core.block_pool import BlockPool, OutOfBlocksError
+from engine.core.errors import SchedulerFullError
+from engine.core.sampling import SamplingParams
+from engine.core.scheduler import EmittedToken, Scheduler, SchedulerConfig, SequenceMode, SequenceSpec
+from engine.core.step import SequenceKey, StepPlan
+from tests.support.toy_engine import Answers, ToyRunner, kv_of, run_all, run_step, undisturbed
+
+BLOCK_SIZE = 4
+
+
+class Bench:
+    """A scheduler, its pool, a toy runner, and what has come out so far."""
+
+    def __init__(self, num_blocks: int = 64, **config: int | frozenset[int]) -> None:
+        numbers = {
+            "block_size": BLOCK_SIZE,
+            "max_step_tokens": 64,
+            "max_running": 16,
+            "prefill_chunk_tokens": 16,
+            "max_model_tokens": num_blocks * BLOCK_SIZE,
+        }
+        self.config = SchedulerConfig(**{**numbers, **config})  # type: ignore[arg-type]
+        self.pool = BlockPool(num_blocks, max_reserved_blocks=num_blocks)
+        self.scheduler = Scheduler(self.config, self.pool)
+        self.runner = ToyRunner(self.pool, BLOCK_SIZE)
+        self.answers = Answers()
+
+    def spec(
+        self,
+        name: str,
+        prompt: list[int] | int,
+        max_tokens: int = 4,
+        mode: SequenceMode = SequenceMode.LOCAL,
+        forced: list[int] | None = None,
+        priority: int = 0,
+        extra_key: bytes = b"",
+        **sampling: int | bool | tuple[int, ...],
+    ) -> SequenceSpec:
+        """`prompt` may be a length: the prompt is then one that shares nothing with those of other names."""
+        key = SequenceKey(name, 1)
+        prompt_ids = prompt if isinstance(prompt, list) else random.Random(name).choices(range(1000), k=prompt)
+        self.answers.expect(key, forced)
+        return SequenceSpec(
+            key=key,
+            prompt_ids=prompt_ids,
+            sampling=SamplingParams(max_tokens=max_tokens, **sampling),  # type: ignore[arg-type]
+            mode=mode,
+            extra_key=extra_key,
+            forced_output_ids=forced or [],
+            priority=priority,
+        )
+
+    def add(self, name: str, prompt: list[int] | int, max_tokens: int = 4, **rest: object) -> SequenceSpec:
+        spec = self.spec(name, prompt, max_tokens, **rest)  # type: ignore[arg-type]
+        self.scheduler.add(spec)
+        return spec
+
+    def receive(self, spec: SequenceSpec, num_extra_blocks: int = 0) -> EmittedToken:
+        """What a push and its commit do, then the hand-over."""
+        token_ids = spec.prompt_ids + spec.forced_output_ids
+        granted = self.pool.reserve(-(-len(token_ids) // BLOCK_SIZE) + num_extra_blocks)
+        block_table = [block_id for block_id, _ in granted]
+        self.runner.write(block_table, kv_of(token_ids, 0))
+        self.pool.commit(granted)
+        first = undisturbed(spec.prompt_ids, spec.sampling, forced_ids=spec.forced_output_ids).token_ids
+        emitted = self.scheduler.add_with_kv(spec, block_table, first[len(spec.forced_output_ids)])
+        self.answers.take(emitted)
+        self.scheduler.check_invariants()
+        return emitted
+
+    def schedule(self) -> list[tuple[str, int, int]]:
+        """The next plan as (name, start, number of tokens); it stays outstanding."""
+        self.plan = self.scheduler.schedule()
+        self.scheduler.check_invariants()
+        return shape(self.plan)
+
+    def apply(self) -> list[str]:
+        """Runs and applies the outstanding plan. Names of those preempted."""
+        assert self.plan is not None
+        outcome = self.scheduler.apply(self.runner.run(self.plan))
+        self.scheduler.check_invariants()
+        for emitted in outcome.emitted:
+            self.answers.take(emitted)
+        return [key.request_id for key in outcome.preempted]
+
+    def step(self) -> list[tuple[str, int, int]]:
+        planned = self.schedule()
+        if planned:
+            self.apply()
+        return planned
+
+    def finish(self) -> None:
+        run_all(self.scheduler, self.runner, self.answers)
+
+    def tokens(self, spec: SequenceSpec) -> list[int]:
+        return self.answers.token_ids[spec.key]
+
+    def check_answer(self, spec: SequenceSpec) -> None:
+        expected = undisturbed(
+            spec.prompt_ids,
+            spec.sampling,
+            eos_token_ids=frozenset(self.config.eos_token_ids),
+            max_model_tokens=self.config.max_model_tokens,
+        )
+        assert self.tokens(spec) == expected.token_ids
+        assert self.answers.finish_reasons[spec.key] == expected.finish_reason
+
+
+def shape(plan: StepPlan | None) -> list[tuple[str, int, int]]:
+    return [(step.key.request_id, step.start, len(step.token_ids)) for step in plan.sequences] if plan else []
+
+
+# Batching and chunks
+
+
+def test_a_prompt_runs_in_chunks_that_end_on_block_boundaries_and_then_decodes() -> None:
+    bench = Bench(prefill_chunk_tokens=9)
+    spec = bench.add("a", 18, max_tokens=3)
+    planned = [bench.step() for _ in range(5)]
+    assert planned == [[("a", 0, 8)], [("a", 8, 8)], [("a", 16, 2)], [("a", 18, 1)], [("a", 19, 1)]]
+    assert bench.schedule() == []
+    bench.check_answer(spec)
+
+
+def test_decoding_sequences_come_first_and_prefill_gets_the_rest_of_the_budget() -> None:
+    bench = Bench(max_step_tokens=12, max_running=8)
+    first, second = bench.add("a", 3, max_tokens=8), bench.add("b", 4, max_tokens=8)
+    assert bench.step() == [("a", 0, 3), ("b", 0, 4)]
+    third = bench.add("c", 21)
+    assert bench.step() == [("a", 3, 1), ("b", 4, 1), ("c", 0, 8)]
+    assert bench.step() == [("a", 4, 1), ("b", 5, 1), ("c", 8, 8)]
+    assert bench.step() == [("a", 5, 1), ("b", 6, 1), ("c", 16, 5)]
+    bench.finish()
+    for spec in (first, second, third):
+        bench.check_answer(spec)
+
+
+def test_one_chunk_budget_serves_several_prompts() -> None:
+    bench = Bench(prefill_chunk_tokens=16)
+    bench.add("a", 6)
+    bench.add("b", 6)
+    bench.add("c", 9)
+    assert bench.schedule() == [("a", 0, 6), ("b", 0, 6), ("c", 0, 4)]
+    bench.apply()
+    assert bench.schedule() == [("a", 6, 1), ("b", 6, 1), ("c", 4, 5)]
+
+
+def test_a_plan_says_what_to_sample_and_from_which_history() -> None:
+    bench = Bench(prefill_chunk_tokens=4)
+    spec = bench.add("a", [1, 2, 3, 4, 5], forced=[6, 7], max_tokens=5)
+    bench.schedule()
+    assert bench.plan is not None
+    [step] = bench.plan.sequences
+    assert (step.token_ids, step.sample, step.prompt_ids, step.output_ids) == ([1, 2, 3, 4], False, [], [])
+    bench.apply()
+    bench.schedule()
+    [step] = bench.plan.sequences
+    assert (step.token_ids, step.start, step.sample, step.position) == ([5, 6, 7], 4, True, 2)
+    assert (step.prompt_ids, step.output_ids) == ([1, 2, 3, 4, 5], [6, 7])
+    bench.apply()
+    bench.finish()
+    assert bench.scheduler.has(spec.key) is False
+    assert bench.tokens(spec) == undisturbed(spec.prompt_ids, spec.sampling, forced_ids=[6, 7]).token_ids
+
+
+def test_waiting_sequences_run_by_priority_then_arrival() -> None:
+    bench = Bench(max_running=1)
+    for name, priority in (("a", 0), ("b", 0), ("c", 1), ("d", 1)):
+        bench.add(name, 3, max_tokens=1, priority=priority)
+    assert [bench.step()[0][0] for _ in range(4)] == ["c", "d", "a", "b"]
+
+
+def test_no_more_than_max_running_are_admitted() -> None:
+    bench = Bench(max_running=2, max_step_tokens=40, prefill_chunk_tokens=40)
+    for name in "abc":
+        bench.add(name, 3, max_tokens=2)
+    assert bench.step() == [("a", 0, 3), ("b", 0, 3)]
+    assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (2, 1)
+    bench.step()
+    assert bench.step() == [("c", 0, 3)]
+
+
+def test_the_backlog_counts_what_is_left_to_prefill() -> None:
+    bench = Bench(prefill_chunk_tokens=8)
+    bench.add("a", 20)
+    bench.add("b", 5)
+    assert bench.scheduler.waiting_prefill_tokens == 25
+    bench.step()
+    assert bench.scheduler.waiting_prefill_tokens == 17
+
+
+def test_a_step_can_be_planned_only_when_the_last_one_is_over() -> None:
+    bench = Bench()
+    bench.add("a", 3)
+    bench.schedule()
+    with pytest.raises(AssertionError, match="neither applied nor failed"):
+        bench.scheduler.schedule()
+
+
+# How a sequence ends
+
+
+def first_token(prompt_ids: list[int], position: int = 0) -> int:
+    return undisturbed(prompt_ids, SamplingParams(max_tokens=position + 1)).token_ids[position]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "num_tokens", "reason"),
+    [
+        ({}, 3, "stop"),
+        ({"min_tokens": 2}, 3, "stop"),
+        ({"min_tokens": 3}, 8, "length"),
+        ({"ignore_eos": True}, 8, "length"),
+        ({"max_tokens": 3}, 3, "stop"),
+        ({"max_tokens": 2}, 2, "length"),
+        ({"max_tokens": 1}, 1, "length"),
+    ],
+)
+def test_end_of_sequence_and_length(sampling: dict[str, int], num_tokens: int, reason: str) -> None:
+    prompt_ids = [9, 8, 7, 6, 5]
+    output = undisturbed(prompt_ids, SamplingParams(max_tokens=8)).token_ids
+    assert output.count(output[2]) == 1
+    bench = Bench(eos_token_ids=frozenset({output[2]}))
+    spec = bench.add("a", prompt_ids, **{"max_tokens": 8, **sampling})
+    bench.finish()
+    bench.check_answer(spec)
+    assert (len(bench.tokens(spec)), bench.answers.finish_reasons[spec.key]) == (num_tokens, reason)
+    assert bench.pool.counts().active == 0
+
+
+def test_stop_token_ids_end_a_sequence_also_when_eos_is_ignored() -> None:
+    prompt_ids = [9, 8, 7, 6, 5]
+    bench = Bench()
+    spec = bench.add("a", prompt_ids, 8, stop_token_ids=(first_token(prompt_ids, 1),), ignore_eos=True)
+    bench.finish()
+    bench.check_answer(spec)
+    assert bench.answers.finish_reasons[spec.key] == "stop"
+
+
+def test_a_sequence_ends_where_the_model_does() -> None:
+    bench = Bench(max_model_tokens=10)
+    spec = bench.add("a", 7, max_tokens=50)
+    bench.finish()
+    assert len(bench.tokens(spec)) == 3
+    bench.check_answer(spec)
+
+
+def test_forced_output_counts_towards_max_tokens() -> None:
+    bench = Bench()
+    spec = bench.add("a", 5, forced=[1, 2, 3], max_tokens=4)
+    bench.finish()
+    assert len(bench.tokens(spec)) == 4
+    assert bench.answers.finish_reasons[spec.key] == "length"
+
+
+# Prefix cache
+
+
+def test_a_second_turn_finds_prompt_and_answer_of_the_first() -> None:
+    bench = Bench()
+    first = bench.add("a", 10, max_tokens=7)
+    bench.finish()
+    # 16 of the first turn's 17 tokens have KV, since the last one was never an input: four blocks.
+    second = bench.add("b", first.prompt_ids + bench.tokens(first) + [1, 2])
+    assert bench.schedule() == [("b", 16, 3)]
+    bench.apply()
+    bench.finish()
+    bench.check_answer(second)
+
+
+def test_at_least_one_token_of_a_cached_prompt_is_computed() -> None:
+    bench = Bench()
+    first = bench.add("a", 8)
+    bench.finish()
+    second = bench.add("b", first.prompt_ids)
+    assert bench.schedule() == [("b", 4, 4)]
+    bench.apply()
+    bench.finish()
+    assert bench.tokens(second) == bench.tokens(first)
+
+
+def test_running_sequences_share_blocks() -> None:
+    bench = Bench()
+    specs = [bench.add("a", 13, max_tokens=6)]
+    bench.step()
+    specs += [bench.add(name, [*specs[0].prompt_ids[:12], tail], max_tokens=6) for name, tail in (("b", 1), ("c", 2))]
+    assert bench.schedule() == [("a", 13, 1), ("b", 12, 1), ("c", 12, 1)]
+    assert bench.plan is not None
+    tables = [step.block_table for step in bench.plan.sequences]
+    assert tables[0][:3] == tables[1][:3] == tables[2][:3]
+    assert bench.pool.counts().active == 3 + 3
+    bench.apply()
+    bench.finish()
+    for spec in specs:
+        bench.check_answer(spec)
+
+
+def test_blocks_are_not_shared_before_they_are_computed() -> None:
+    bench = Bench()
+    first = bench.add("a", 8)
+    bench.schedule()
+    second = bench.add("b", first.prompt_ids)
+    bench.apply()
+    assert bench.schedule() == [("a", 8, 1), ("b", 4, 4)]
+    bench.apply()
+    bench.finish()
+    bench.check_answer(second)
+
+
+def test_blocks_are_not_shared_across_extra_keys() -> None:
+    bench = Bench()
+    first = bench.add("a", 8, extra_key=b"tenant-1")
+    bench.finish()
+    bench.add("b", first.prompt_ids, extra_key=b"tenant-2")
+    assert bench.schedule() == [("b", 0, 8)]
+
+
+def test_progress_tells_what_is_final_and_what_was_cached() -> None:
+    bench = Bench(prefill_chunk_tokens=8)
+    first = bench.add("a", 9, max_tokens=1)
+    bench.finish()
+    bench.add("b", first.prompt_ids[:8] + [1] * 10, mode=SequenceMode.PREFILL_ONLY)
+    seen = []
+    for _ in range(2):
+        outcome = run_step(bench.scheduler, bench.runner)
+        assert outcome is not None
+        [progress] = outcome.progress
+        seen.append((progress.num_computed_tokens, progress.num_total_tokens, len(progress.block_table)))
+        assert progress.num_cached_tokens == 8
+        num_emitted = len(outcome.emitted)
+    assert seen == [(16, 18, 4), (18, 18, 5)]
+    assert num_emitted == 1
+
+
+# Memory
+
+
+def test_blocks_are_taken_only_when_a_token_needs_them() -> None:
+    bench = Bench()
+    bench.add("a", 4, max_tokens=10)
+    num_active = []
+    while bench.step():
+        num_active.append(bench.pool.counts().active)
+    assert num_active == [1, 2, 2, 2, 2, 3, 3, 3, 3, 0]
+
+
+def test_as_many_sequences_run_as_fit() -> None:
+    bench = Bench(num_blocks=12, max_running=20, max_step_tokens=200, prefill_chunk_tokens=100, max_model_tokens=48)
+    specs = [bench.add(f"{index}", 7, max_tokens=2) for index in range(7)]
+    assert len(bench.step()) == 6  # 8 tokens have KV: two blocks each
+    bench.finish()
+    for spec in specs:
+        bench.check_answer(spec)
+
+
+def test_two_hundred_requests_pass_through_a_pool_that_holds_ten() -> None:
+    source = random.Random(7)
+    # Prompt and answer have 60 tokens on average; the pool holds ten of those.
+    bench = Bench(num_blocks=150, max_running=64, max_step_tokens=256, prefill_chunk_tokens=64, max_model_tokens=160)
+    prefix = source.choices(range(1000), k=24)
+    specs = []
+    for index in range(200):
+        prompt = source.choices(range(1000), k=source.randint(1, 70))
+        if index % 4 == 0:
+            prompt = prefix + prompt
+        specs.append(bench.add(f"{index}", prompt, source.randint(1, 60), priority=source.choice([0, 0, 1])))
+    num_preempted = 0
+    while bench.schedule():
+        num_preempted += len(bench.apply())
+    for spec in specs:
+        bench.check_answer(spec)
+    assert num_preempted > 0, "the pool was never short, so this has shown nothing"
+    assert bench.runner.max_sequences_in_step >= 10
+    counts = bench.pool.counts()
+    assert counts.active == counts.reserved == counts.quarantined == 0
+
+
+def test_the_newest_is_preempted_recomputed_and_loses_nothing() -> None:
+    bench = Bench(num_blocks=5)
+    old, new = bench.add("old", 7, max_tokens=8), bench.add("new", 7, max_tokens=8)
+    bench.step()
+    bench.step()
+    assert bench.schedule() == [("old", 8, 1)]  # five blocks: old takes the last one, new has to go
+    assert bench.apply() == ["new"]
+    assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (1, 1)
+    assert bench.scheduler.output_ids(new.key) == bench.tokens(new)
+    bench.finish()
+    bench.check_answer(old)
+    bench.check_answer(new)
+
+
+def test_lower_priority_is_preempted_before_newer() -> None:
+    bench = Bench(num_blocks=5)
+    bench.add("low", 7, max_tokens=8)
+    bench.add("high", 7, max_tokens=8, priority=1)
+    bench.step()
+    bench.step()
+    assert bench.schedule() == [("high", 8, 1)]
+    assert bench.apply() == ["low"]
+
+
+def test_the_only_running_sequence_waits_for_blocks_that_others_hold() -> None:
+    bench = Bench(num_blocks=4)
+    spec = bench.add("a", 7, max_tokens=8)
+    granted = bench.pool.reserve(2)
+    bench.step()
+    bench.step()
+    assert bench.schedule() == []
+    assert bench.scheduler.num_running == 1
+    bench.pool.release_reserved([block_id for block_id, _ in granted])
+    bench.finish()
+    bench.check_answer(spec)
+
+
+def test_a_prefill_whose_blocks_a_push_reads_is_not_preempted() -> None:
+    bench = Bench(num_blocks=8, prefill_chunk_tokens=8)
+    old = bench.add("old", 4, max_tokens=20)
+    bench.step()
+    new = bench.add("new", 23, mode=SequenceMode.PREFILL_ONLY)
+    assert bench.step() == [("old", 4, 1), ("new", 0, 8)]
+    for _ in range(2):
+        assert bench.scheduler.num_running == 2
+        bench.step()
+    assert bench.tokens(new) == undisturbed(new.prompt_ids, SamplingParams(max_tokens=1)).token_ids
+    bench.pool.release(bench.scheduler.take_blocks(new.key))
+    bench.finish()
+    bench.check_answer(old)
+
+
+def test_reservations_leave_running_sequences_room_to_grow() -> None:
+    bench = Bench(num_blocks=8, prefill_chunk_tokens=8)
+    bench.add("a", 14, max_tokens=10)
+    bench.step()
+    # Two of the four blocks for prompt and next token are still missing.
+    with pytest.raises(OutOfBlocksError, match="headroom"):
+        bench.pool.reserve(5)
+    bench.step()
+    # Decoding at token 15 of 23: the fourth block is taken, the next one is kept.
+    assert bench.pool.num_reservable == 3
+    bench.finish()
+    assert bench.pool.num_reservable == 8
+
+
+# Two roles
+
+
+def test_a_finished_prefill_holds_its_blocks_until_they_are_taken() -> None:
+    bench = Bench()
+    spec = bench.add("a", 9, max_tokens=5, mode=SequenceMode.PREFILL_ONLY)
+    bench.finish()
+    assert len(bench.tokens(spec)) == 1
+    assert bench.scheduler.has(spec.key)
+    assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (0, 0)
+    block_table = bench.scheduler.take_blocks(spec.key)
+    assert bench.runner.read(block_table, 9) == kv_of(spec.prompt_ids, 0)
+    assert not bench.scheduler.has(spec.key)
+    assert bench.pool.counts().active == 3
+    bench.pool.release(block_table)
+    assert bench.pool.counts().cached == 2
+
+
+def test_blocks_can_be_taken_of_finished_prefills_only() -> None:
+    bench = Bench()
+    spec = bench.add("a", 9)
+    with pytest.raises(KeyError):
+        bench.scheduler.take_blocks(spec.key)
+    with pytest.raises(KeyError):
+        bench.scheduler.take_blocks(SequenceKey("unknown", 1))
+
+
+def test_a_first_token_that_ends_the_request_is_reported_by_the_prefill() -> None:
+    prompt_ids = [9, 8, 7]
+    bench = Bench(eos_token_ids=frozenset({first_token(prompt_ids)}))
+    spec = bench.add("a", prompt_ids, mode=SequenceMode.PREFILL_ONLY)
+    bench.finish()
+    assert bench.answers.finish_reasons[spec.key] == "stop"
+    assert bench.scheduler.abort(spec.key)
+    assert bench.pool.counts().active == 0
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize("num_extra_blocks", [0, 1])
+def test_a_pushed_sequence_goes_on_decoding(num_prompt_tokens: int, num_extra_blocks: int) -> None:
+    bench = Bench()
+    spec = bench.spec("a", num_prompt_tokens, max_tokens=9, mode=SequenceMode.DECODE)
+    if num_extra_blocks and num_prompt_tokens % BLOCK_SIZE:
+        with pytest.raises(ValueError, match="block_table"):
+            bench.receive(spec, num_extra_blocks)
+        return
+    emitted = bench.receive(spec, num_extra_blocks)
+    assert (emitted.position, emitted.finish_reason) == (0, None)
+    assert bench.schedule() == [("a", num_prompt_tokens, 1)]
+    bench.apply()
+    bench.finish()
+    bench.check_answer(spec)
+
+
+def test_pushed_blocks_are_indexed_at_once() -> None:
+    bench = Bench()
+    spec = bench.spec("a", 9, max_tokens=9, mode=SequenceMode.DECODE)
+    bench.receive(spec)
+    other = bench.add("b", spec.prompt_ids)
+    assert bench.schedule() == [("a", 9, 1), ("b", 8, 1)]
+    bench.apply()
+    bench.finish()
+    bench.check_answer(other)
+
+
+def test_a_pushed_first_token_may_end_the_sequence() -> None:
+    bench = Bench()
+    emitted = bench.receive(bench.spec("a", 9, max_tokens=1, mode=SequenceMode.DECODE))
+    assert emitted.finish_reason == "length"
+    assert not bench.scheduler.has(emitted.key)
+    assert bench.pool.counts().active == 0
+    assert bench.schedule() == []
+
+
+def test_a_pushed_sequence_resumes_at_the_position_after_forced_output() -> None:
+    bench = Bench()
+    spec = bench.spec("a", 6, max_tokens=9, mode=SequenceMode.DECODE, forced=[3, 4, 5])
+    assert bench.receive(spec).position == 3
+    bench.finish()
+    assert bench.tokens(spec) == undisturbed(spec.prompt_ids, spec.sampling, forced_ids=[3, 4, 5]).token_ids
+
+
+def test_a_pushed_sequence_that_is_preempted_is_recomputed_here() -> None:
+    bench = Bench(num_blocks=5)
+    old = bench.add("old", 7, max_tokens=12)
+    bench.step()
+    new = bench.spec("new", 7, max_tokens=8, mode=SequenceMode.DECODE)
+    bench.receive(new)
+    bench.step()
+    assert bench.schedule() == [("old", 8, 1)]
+    assert bench.apply() == ["new"]
+    bench.finish()
+    bench.check_answer(old)
+    bench.check_answer(new)
+
+
+def test_pushed_sequences_beyond_the_token_budget_take_turns() -> None:
+    bench = Bench(max_running=1, max_step_tokens=5)
+    specs = [bench.spec(f"{index}", 3, max_tokens=6, mode=SequenceMode.DECODE) for index in range(8)]
+    for spec in specs:
+        bench.receive(spec)
+    assert [name for name, _, _ in bench.step()] == ["0", "1", "2", "3", "4"]
+    assert [name for name, _, _ in bench.step()] == ["5", "6", "7", "0", "1"]
+    bench.finish()
+    for spec in specs:
+        bench.check_answer(spec)
+
+
+# Aborts and failures
+
+
+@pytest.mark.parametrize("phase", ["waiting", "prefilling", "decoding", "held"])
+def test_an_abort_between_steps_releases_everything_at_once(phase: str) -> None:
+    bench = Bench(prefill_chunk_tokens=8)
+    mode = SequenceMode.PREFILL_ONLY if phase == "held" else SequenceMode.LOCAL
+    spec = bench.add("a", 14, mode=mode)
+    for _ in range({"waiting": 0, "prefilling": 1, "decoding": 3, "held": 2}[phase]):
+        bench.step()
+    assert bench.scheduler.abort(spec.key) is True
+    assert bench.scheduler.abort(spec.key) is False
+    bench.scheduler.check_invariants()
+    assert bench.pool.counts().active == 0
+    assert bench.schedule() == []
+
+
+def test_blocks_of_an_aborted_sequence_stay_until_its_step_is_applied() -> None:
+    bench = Bench()
+    spec = bench.add("a", 9)
+    other = bench.add("b", 3)
+    bench.schedule()
+    assert bench.scheduler.abort(spec.key)
+    assert not bench.scheduler.has(spec.key)
+    assert bench.pool.counts().active == 4
+    bench.apply()
+    assert bench.tokens(spec) == []
+    assert bench.pool.counts().active == 1
+    assert bench.pool.counts().cached == 2  # what was computed is worth keeping
+    bench.finish()
+    bench.check_answer(other)
+
+
+def test_a_key_can_be_used_again_while_its_predecessor_is_still_in_a_step() -> None:
+    bench = Bench()
+    spec = bench.add("a", 9)
+    bench.schedule()
+    bench.scheduler.abort(spec.key)
+    bench.scheduler.add(spec)
+    bench.apply()
+    bench.finish()
+    bench.check_answer(spec)
+    assert bench.pool.counts().active == 0
+
+
+def test_a_failed_step_aborts_its_sequences_and_only_those() -> None:
+    bench = Bench(max_running=2)
+    for name in "abc":
+        bench.add(name, 5)
+    bench.schedule()
+    bench.scheduler.abort(SequenceKey("a", 1))
+    assert [key.request_id for key in bench.scheduler.fail_step()] == ["b"]
+    bench.scheduler.check_invariants()
+    counts = bench.pool.counts()
+    assert (counts.active, counts.cached) == (0, 0)
+    assert bench.step() == [("c", 0, 5)]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"prompt": []}, "prompt_ids must hold"),
+        ({"prompt": 40}, "prompt_ids and forced_output_ids have 40 tokens"),
+        ({"prompt": 38, "forced": [1, 2]}, "have 40 tokens"),
+        ({"prompt": 3, "forced": [1, 2], "max_tokens": 2}, "forced_output_ids has 2 tokens, max_tokens is 2"),
+        ({"prompt": 3, "mode": SequenceMode.DECODE}, "add_with_kv"),
+    ],
+)
+def test_what_cannot_run_is_refused(spec: dict[str, object], message: str) -> None:
+    bench = Bench(num_blocks=10)
+    with pytest.raises(ValueError, match=message):
+        bench.add("a", **spec)  # type: ignore[arg-type]
+    assert not bench.scheduler.has(SequenceKey("a", 1))
+
+
+def test_a_key_in_use_is_refused() -> None:
+    bench = Bench()
+    spec = bench.add("a", 3)
+    with pytest.raises(ValueError, match="in use"):
+        bench.scheduler.add(spec)
+
+
+def test_refused_kv_stays_the_callers() -> None:
+    bench = Bench()
+    block_table = bench.pool.allocate(1)
+    with pytest.raises(ValueError, match="block_table has 1 blocks, 9 tokens need 3 to 3"):
+        bench.scheduler.add_with_kv(bench.spec("a", 9, mode=SequenceMode.DECODE), block_table, 1)
+    with pytest.raises(ValueError, match="mode must be DECODE"):
+        bench.scheduler.add_with_kv(bench.spec("a", 3), block_table, 1)
+    assert bench.pool.counts().active == 1
+
+
+def test_the_waiting_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "MAX_WAITING_SEQUENCES", 2)
+    bench = Bench()
+    bench.add("a", 3)
+    bench.add("b", 3)
+    with pytest.raises(SchedulerFullError):
+        bench.add("c", 3)
+
+
+def test_a_pool_that_cannot_hold_one_longest_sequence_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs 11 blocks, the pool has 10"):
+        Bench(num_blocks=10, max_model_tokens=41)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_size", 0),
+        ("max_running", 0),
+        ("max_step_tokens", 19),
+        ("prefill_chunk_tokens", 3),
+        ("max_model_tokens", 1),
+    ],
+)
+def test_an_impossible_configuration_is_refused(field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"^{field} must be"):
+        Bench(**{field: value})
