@@ -63,14 +63,23 @@ def _run_sequence(step: SequenceStep, memory: KVMemory) -> SampledToken | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The whole right answer of a request."""
+    """The whole right answer of a request. `stop_at`: number of tokens up to the end of its stop string, if any."""
 
     token_ids: tuple[int, ...]
     outcome: Outcome
+    stop_at: int | None = None
 
 
-def expected_answer(prompt_ids: Sequence[int], sampling: SamplingParams, max_model_tokens: int) -> Answer:
-    """What a request must get, computed without pool, scheduler or transfer."""
+def expected_answer(
+    prompt_ids: Sequence[int],
+    sampling: SamplingParams,
+    max_model_tokens: int,
+    stop_pair: tuple[int, int] | None = None,
+) -> Answer:
+    """What a request must get, computed without pool, scheduler or transfer.
+
+    `stop_pair` is two token ids that stand for a stop string.
+    """
     context = ContextHash()
     for token_id in prompt_ids:
         context.append(token_id)
@@ -78,8 +87,9 @@ def expected_answer(prompt_ids: Sequence[int], sampling: SamplingParams, max_mod
     while True:
         token_id = draw(context, sampling, len(output), output)
         output.append(token_id)
-        is_end = token_id in sampling.stop_token_ids or (token_id == EOS_TOKEN_ID and not sampling.ignore_eos)
-        if is_end:
+        if stop_pair is not None and tuple(output[-2:]) == stop_pair:
+            return Answer(token_ids=tuple(output), outcome=Outcome.STOP, stop_at=len(output))
+        if token_id in sampling.stop_token_ids or (token_id == EOS_TOKEN_ID and not sampling.ignore_eos):
             return Answer(token_ids=tuple(output), outcome=Outcome.STOP)
         if len(output) == sampling.max_tokens or len(prompt_ids) + len(output) == max_model_tokens:
             return Answer(token_ids=tuple(output), outcome=Outcome.LENGTH)

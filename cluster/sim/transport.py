@@ -8,25 +8,24 @@ death, and the fence closes the receiver's side.
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS, Kernel
 from cluster.sim.kv_memory import KVMemory, checksum
 from cluster.sim.network import Network
 from cluster.sim.process import Process
+from cluster.sim.trace import brief
+from kv_transfer.protocol.messages import BlockGrant, PushChunk, PushMessage
 from kv_transfer.transport.base import (
     Connected,
     ConnectFailed,
     Copy,
     Fenced,
-    Notified,
     PeerGone,
     PeerId,
-    TransportEvent,
     UnknownPeerError,
     WriteCompleted,
     WriteFailed,
@@ -37,6 +36,17 @@ MAX_FENCE_NS = 8 * MILLISECOND_NS
 MAX_FAULT_DELAY_NS = 3 * SECOND_NS
 NANOSECONDS_PER_BYTE = 400
 """Simulated blocks are tiny; this makes a push take about as long as the steps around it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivered:
+    """A notification, as the message that it carries; a chunk comes with the sums of its write."""
+
+    peer: PeerId
+    message: PushMessage
+
+
+SimTransportEvent = Connected | ConnectFailed | WriteCompleted | WriteFailed | Delivered | PeerGone | Fenced
 
 
 class Family(Enum):
@@ -78,7 +88,7 @@ class _Write:
     handle: int
     link: _Link
     copies: Sequence[Copy]
-    notify: bytes
+    notify: PushMessage
     checksum: bool
     sums: list[int] = field(default_factory=list)
     num_landed: int = 0
@@ -96,14 +106,22 @@ class Fabric:
         self.faults = DataFaults()
         self.random = kernel.stream("fabric")
         self.transports: dict[PeerId, SimTransport] = {}
-        self.observe_landing: Callable[[PeerId, PeerId, Copy], None] = lambda sender, receiver, copy: None
-        """Called before each copy lands, with sender, receiver and the copy: the checks look at the target block."""
+        self.observe_landing: Callable[[PeerId, PeerId, BlockGrant], None] = lambda sender, receiver, grant: None
+        """Called before each copy lands, with sender, receiver and what was granted: the checks look at the block."""
 
     def latency_ns(self) -> int:
         return 20_000 + int(self.random.random() * 300_000)
 
     def hits(self, probability: float) -> bool:
         return probability > 0 and self.random.random() < probability
+
+    def cut(self, name: str, other: str = "") -> None:
+        """Fault: breaks the data connections of a worker, all of them or those to one other."""
+        for transport in list(self.transports.values()):
+            if transport.me.name == name and transport.process.alive:
+                for peer in transport.peers:
+                    if other in ("", peer.name):
+                        transport.cut(peer)
 
     def are_apart(self, end: SimTransport, other: SimTransport) -> bool:
         """Whether a partition separates the two; workers that share memory share a host."""
@@ -113,9 +131,14 @@ class Fabric:
 
 
 class SimTransport:
-    """`kv_transfer.transport.base.Transport` for one worker life; `wake` takes the place of `fileno`."""
+    """The contract of `kv_transfer.transport.base.Transport` for one worker life, with push messages not encoded.
 
-    def __init__(self, fabric: Fabric, process: Process, me: PeerId, memory: KVMemory, wake: Callable[[], None]) -> None:
+    `wake` takes the place of `fileno`: it is called when there is something to poll, never from within another call.
+    """
+
+    def __init__(
+        self, fabric: Fabric, process: Process, me: PeerId, memory: KVMemory, wake: Callable[[], None]
+    ) -> None:
         self.name = f"sim-{fabric.family.value}"
         self.process = process
         self.me = me
@@ -128,13 +151,18 @@ class SimTransport:
         """Lives that have been connected to us, ever: they may have writes in flight."""
         self._fenced: dict[PeerId, bool] = {}
         """Lives whose fence has begun; True once it is complete."""
-        self._events: deque[TransportEvent] = deque()
+        self._events: deque[SimTransportEvent] = deque()
         self._writes: dict[int, _Write] = {}
         self._num_writes = 0
         self._busy_until_ns: dict[PeerId, int] = {}
         self._is_closed = False
         fabric.transports[me] = self
         process.on_exit(lambda _reason: self._die())
+
+    @property
+    def peers(self) -> tuple[PeerId, ...]:
+        """Lives that are connected now."""
+        return tuple(self._links)
 
     # ---- Transport --------------------------------------------------------------------------------------------
 
@@ -154,7 +182,7 @@ class SimTransport:
         if not self._fabric.are_apart(self, target):
             kernel.after(self._fabric.latency_ns(), lambda: target.process.deliver(lambda: target._accept(self)))
 
-    def write(self, peer: PeerId, copies: Sequence[Copy], notify: bytes, *, checksum: bool = False) -> int:
+    def write(self, peer: PeerId, copies: Sequence[Copy], notify: PushMessage, *, checksum: bool = False) -> int:
         link = self._links.get(peer)
         if link is None:
             raise UnknownPeerError(f"{self.me} is not connected to {peer}")
@@ -170,7 +198,7 @@ class SimTransport:
         if write is not None:
             write.is_cancelled = True
 
-    def poll(self) -> list[TransportEvent]:
+    def poll(self) -> list[SimTransportEvent]:
         events = list(self._events)
         self._events.clear()
         return events
@@ -178,7 +206,7 @@ class SimTransport:
     def fence(self, peer: PeerId) -> None:
         if peer in self._fenced:
             if self._fenced[peer]:
-                self._report(Fenced(peer=peer))
+                self._after(0, lambda: self._report(Fenced(peer=peer)))
             return
         self._fenced[peer] = False
         delay_ns = int(self._fabric.random.random() * MAX_FENCE_NS) if peer in self._met else 0
@@ -188,9 +216,6 @@ class SimTransport:
         link = self._links.pop(peer, None)
         if link is not None:
             self._break(link, "disconnected by peer")
-
-    def fileno(self) -> int:
-        return -1
 
     def close(self) -> None:
         self._is_closed = True
@@ -247,7 +272,7 @@ class SimTransport:
         if self._fabric.family is Family.SHARED_MEMORY:
             return
         for write in [write for write in self._writes.values() if write.link is link]:
-            del self._writes[write.handle]
+            self._writes.pop(write.handle, None)
             self._report(WriteFailed(handle=write.handle, quiesced=False, reason=reason))
 
     def _die(self) -> None:
@@ -288,7 +313,8 @@ class SimTransport:
     def _land(self, write: _Write, index: int) -> None:
         """One copy reaches the receiver's memory, unless it was cancelled before or the receiver fenced us."""
         target, copy, faults = write.link.other(self), write.copies[index], self._fabric.faults
-        if write.is_cancelled or target._fenced.get(self.me, False) or not target.process.alive:
+        is_local = self._fabric.family is Family.SHARED_MEMORY  # what a network card has been given cannot be cancelled
+        if (write.is_cancelled and is_local) or target._fenced.get(self.me, False) or not target.process.alive:
             return
         write.num_landed += 1
         source = self._memory.data[copy.source_bytes : copy.source_bytes + copy.size_bytes]
@@ -298,7 +324,8 @@ class SimTransport:
                 return
             if self._fabric.hits(faults.corrupt):
                 source[self._fabric.random.randrange(len(source))] ^= 0x40
-        self._fabric.observe_landing(self.me, target.me, copy)
+        assert isinstance(write.notify, PushChunk), "only chunks carry data"
+        self._fabric.observe_landing(self.me, target.me, write.notify.blocks[index])
         target._memory.data[copy.target_bytes : copy.target_bytes + copy.size_bytes] = source
 
     def _finish(self, write: _Write) -> None:
@@ -319,20 +346,26 @@ class SimTransport:
 
     def _notify(self, target: SimTransport, write: _Write) -> None:
         fabric, faults = self._fabric, self._fabric.faults
-        payload = write.notify + struct.pack(f"<{len(write.sums)}Q", *write.sums)
+        message = write.notify
+        if isinstance(message, PushChunk):
+            message = replace(message, checksums=tuple(write.sums))
         num_notices = 0 if fabric.hits(faults.lose_notice) else 2 if fabric.hits(faults.repeat_notice) else 1
         for _ in range(num_notices):
             delay_ns = fabric.latency_ns()
             if fabric.hits(faults.delay_notice):
                 delay_ns += int(fabric.random.random() * MAX_FAULT_DELAY_NS)
-            target._after(delay_ns, lambda: target._notified(write.link, payload))
+            target._after(delay_ns, lambda: target._notified(write.link, message))
         if fabric.hits(faults.cut):
             self.cut(target.me)
 
-    def _notified(self, link: _Link, payload: bytes) -> None:
+    def _notified(self, link: _Link, message: PushMessage) -> None:
         sender = link.other(self).me
-        if self._links.get(sender) is link and sender not in self._fenced:
-            self._report(Notified(peer=sender, payload=payload))
+        if self._links.get(sender) is not link or sender in self._fenced:
+            return
+        kernel = self._fabric.kernel
+        if kernel.trace.enabled:
+            kernel.trace.note(kernel.now_ns, f"{link.other(self).process} => {self.process}: {brief(message)}")
+        self._report(Delivered(peer=sender, message=message))
 
     # ---- fence ------------------------------------------------------------------------------------------------
 
@@ -351,7 +384,7 @@ class SimTransport:
     def _after(self, delay_ns: int, action: Callable[[], None]) -> None:
         self._fabric.kernel.after(delay_ns, lambda: self.process.deliver(action))
 
-    def _report(self, event: TransportEvent) -> None:
+    def _report(self, event: SimTransportEvent) -> None:
         if self._is_closed:
             return
         self._events.append(event)

@@ -1,0 +1,162 @@
+"""Draws a scenario from a seed: every kind of load and fault, in any mixture."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from cluster.sim.engine_model import VOCABULARY_SIZE
+from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
+from cluster.sim.scenario import Fault, FaultKind, Request, Scenario
+from cluster.sim.transport import Family
+from engine.core.sampling import SamplingParams
+
+MAX_ARRIVAL_NS = 500 * MILLISECOND_NS
+MAX_FAULT_START_NS = 800 * MILLISECOND_NS
+MAX_FAULT_NS = 6 * SECOND_NS
+MIN_FAULT_NS = 2 * MILLISECOND_NS
+DATA_FAULTS = (
+    "lose_notice",
+    "delay_notice",
+    "repeat_notice",
+    "corrupt",
+    "skip_data",
+    "fail_write",
+    "slow_write",
+    "cut",
+)
+NEEDS_CHECKSUMS = ("corrupt", "skip_data")
+
+
+def generate(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    draw = random.Random(f"{seed}/scenario")
+    block_size = draw.choice((2, 4, 4, 8))
+    max_model_tokens = draw.choice((24, 40, 64))
+    least_blocks = -(-max_model_tokens // block_size) + 1
+    num_fronts = draw.choice((1, 1, 2))
+    shape = Scenario(
+        seed=seed,
+        num_prefill=draw.choice((0, 1, 1, 1, 2, 2)),
+        num_decode=draw.choice((1, 1, 2, 2, 3)),
+        num_fronts=num_fronts,
+        block_size=block_size,
+        num_blocks=int(least_blocks * draw.choice((1.0, 1.3, 2.0, 4.0))),
+        max_model_tokens=max_model_tokens,
+        max_step_tokens=draw.choice((8, 16, 32)),
+        prefill_chunk_tokens=draw.choice((4, 8, 16)),
+        max_running=draw.choice((2, 4, 8)),
+        checksums=draw.random() < 0.8,
+        family=draw.choice((Family.SHARED_MEMORY, Family.REMOTE)),
+        same_address=draw.random() < 0.5,
+        restart_ns=int(draw.choice((0.02, 0.3, 1.5)) * SECOND_NS),
+        queue_limit=draw.choice((2, 64, 64)),
+        queue_timeout_s=draw.choice((3.0, 10.0)),
+        heartbeat_timeout_s=draw.choice((1.0, 3.0)),
+        max_attempts=draw.choice((2, 3, 6)),
+    )
+    return dataclasses.replace(shape, requests=_requests(draw, shape), faults=_faults(draw, shape))
+
+
+# ---- load -----------------------------------------------------------------------------------------------------
+
+
+def _requests(draw: random.Random, shape: Scenario) -> tuple[Request, ...]:
+    stems = [[draw.randrange(VOCABULARY_SIZE) for _ in range(shape.max_model_tokens)] for _ in range(2)]
+    window_ns = draw.choice((1, MAX_ARRIVAL_NS // 5, MAX_ARRIVAL_NS))
+    num_requests = draw.choice((1, 2, 3, 4, 6, 8))
+    return tuple(_request(draw, shape, index, stems, draw.randrange(window_ns)) for index in range(num_requests))
+
+
+def _request(draw: random.Random, shape: Scenario, index: int, stems: list[list[int]], arrival_ns: int) -> Request:
+    is_invalid = draw.random() < 0.03
+    longest = shape.max_model_tokens - 1
+    length = draw.choice((1, 2, shape.block_size, shape.block_size + 1, longest // 2, draw.randint(1, longest)))
+    prompt = list(draw.choice(stems)[:length]) if draw.random() < 0.6 else _random_tokens(draw, length)
+    if draw.random() < 0.5:
+        prompt[-1] = draw.randrange(VOCABULARY_SIZE)
+    if is_invalid:
+        prompt = _random_tokens(draw, shape.max_model_tokens + draw.randint(0, 3))
+    has_deadline, leaves, leaves_late = draw.random() < 0.15, draw.random() < 0.15, draw.random() < 0.1
+    return Request(
+        request_id=f"r{index}",
+        front=draw.randrange(shape.num_fronts),
+        arrival_ns=arrival_ns,
+        prompt_ids=tuple(prompt),
+        sampling=_sampling(draw, shape.max_model_tokens - len(prompt)),
+        deadline_ns=_log_uniform(draw, 5 * MILLISECOND_NS, 5 * SECOND_NS) if has_deadline else None,
+        max_latency_ms=draw.choice((5, 50, 2000)) if draw.random() < 0.05 else None,
+        leave_ns=_log_uniform(draw, MILLISECOND_NS, SECOND_NS) if leaves else None,
+        leave_after_tokens=draw.randint(1, 6) if leaves_late else None,
+        stop_pair=(draw.randrange(VOCABULARY_SIZE), draw.randrange(VOCABULARY_SIZE)) if draw.random() < 0.15 else None,
+        priority=draw.choice((0, 0, 0, 1, 5)),
+        cache_salt=draw.choice(("", "", "", "tenant-a")),
+        is_invalid=is_invalid,
+    )
+
+
+def _sampling(draw: random.Random, room: int) -> SamplingParams:
+    max_tokens = max(1, min(draw.choice((1, 2, 3, 6, 10, 16)), room))
+    return SamplingParams(
+        temperature=draw.choice((0.0, 1.0)),
+        presence_penalty=draw.choice((0.0, 0.0, 0.5)),
+        seed=draw.randrange(1000),
+        max_tokens=max_tokens,
+        min_tokens=min(max_tokens, draw.choice((0, 0, 0, 3))),
+        stop_token_ids=tuple(_random_tokens(draw, draw.choice((0, 0, 1, 4)))),
+        ignore_eos=draw.random() < 0.3,
+    )
+
+
+def _random_tokens(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(VOCABULARY_SIZE) for _ in range(count)]
+
+
+def _log_uniform(draw: random.Random, low: int, high: int) -> int:
+    return int(low * (high / low) ** draw.random())
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------
+
+
+def _faults(draw: random.Random, shape: Scenario) -> tuple[Fault, ...]:
+    num_faults = draw.choice((0, 1, 1, 2, 3, 5))
+    faults = [_fault(draw, shape) for _ in range(num_faults)]
+    return tuple(sorted(faults, key=lambda fault: fault.at_ns))
+
+
+def _fault(draw: random.Random, shape: Scenario) -> Fault:
+    kind = draw.choice((*FaultKind, FaultKind.DATA, FaultKind.DATA, FaultKind.PAUSE, FaultKind.CRASH))
+    workers, fronts = list(shape.worker_names), list(shape.front_names)
+    target, other = draw.choice(workers), ""
+    amount, detail = 0.0, ""
+    if kind in (FaultKind.CUT, FaultKind.PARTITION, FaultKind.STALL):
+        target, other = _pair(draw, shape)
+    elif kind in (FaultKind.PAUSE, FaultKind.CLOCK_JUMP):
+        target = draw.choice([*workers, *workers, *fronts, "coordinator"])
+    elif kind is FaultKind.CRASH:
+        target = draw.choice([*workers, *workers, *fronts])
+    elif kind is FaultKind.DATA:
+        details = [name for name in DATA_FAULTS if shape.checksums or name not in NEEDS_CHECKSUMS]
+        detail, amount = draw.choice(details), draw.choice((0.1, 0.3, 1.0))
+    elif kind is FaultKind.SLOW_ENGINE:
+        amount = draw.choice((3.0, 20.0))
+    elif kind is FaultKind.FAIL_STEPS:
+        amount = draw.choice((1, 2, 4))
+    return Fault(
+        kind=kind,
+        at_ns=draw.randrange(MAX_FAULT_START_NS),
+        duration_ns=_log_uniform(draw, MIN_FAULT_NS, MAX_FAULT_NS),
+        target=target,
+        other=other,
+        amount=amount,
+        detail=detail,
+    )
+
+
+def _pair(draw: random.Random, shape: Scenario) -> tuple[str, str]:
+    worker = draw.choice(shape.worker_names)
+    others = ["coordinator", *shape.front_names, *(name for name in shape.worker_names if name != worker)]
+    if draw.random() < 0.2:
+        return draw.choice(shape.front_names), "coordinator"
+    return worker, draw.choice(others)

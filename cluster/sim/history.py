@@ -1,0 +1,113 @@
+"""Runs one history from its scenario to its end, judges it, and says what happened in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cluster.sim.checks import check_outcomes, leftovers, watch_landings
+from cluster.sim.client import Client, Violation
+from cluster.sim.generator import generate
+from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
+from cluster.sim.scenario import Scenario
+from cluster.sim.trace import Trace
+from cluster.sim.world import World
+
+CHECK_EVERY = 16
+"""Invariants are checked after every so-many-th event of a machine; a replay checks after every one."""
+LIVENESS_NS = 150 * SECOND_NS
+"""Once faults have stopped, every request must have ended within this time."""
+GRACE_NS = 90 * SECOND_NS
+"""And then everything that was held must be free within this."""
+LOOK_INTERVAL_NS = 250 * MILLISECOND_NS
+
+
+class HistoryError(Exception):
+    """A history went wrong; the cause says how. Replayed by its seed."""
+
+    def __init__(self, seed: int, error: BaseException) -> None:
+        self.seed = seed
+        super().__init__(
+            f"seed {seed}: {type(error).__name__}: {error}\n  replay: python -m cluster.sim --seed {seed} --trace"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What happened in a history (or, added up, in many)."""
+
+    num_histories: int = 1
+    num_events: int = 0
+    num_given_up: int = 0
+    num_lives: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    virtual_ns: int = 0
+
+    def add(self, other: Report) -> None:
+        self.num_histories += other.num_histories
+        self.num_events += other.num_events
+        self.num_given_up += other.num_given_up
+        self.num_lives += other.num_lives
+        self.virtual_ns += other.virtual_ns
+        self.outcomes += other.outcomes
+
+    def __str__(self) -> str:
+        outcomes = ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items()))
+        return (
+            f"{self.num_histories} histories, {self.num_events} events, {self.virtual_ns / SECOND_NS:.0f} simulated s, "
+            f"{self.num_lives} worker lives, {self.num_given_up} given up; requests: {outcomes}"
+        )
+
+
+def run_seed(seed: int, *, trace: Trace | None = None, check_every: int = CHECK_EVERY) -> Report:
+    """The history of a seed. Raises HistoryError."""
+    return run_scenario(generate(seed), trace=trace, check_every=check_every)
+
+
+def run_scenario(scenario: Scenario, *, trace: Trace | None = None, check_every: int = CHECK_EVERY) -> Report:
+    """Runs and judges. Raises HistoryError for whatever goes wrong, a bug in a machine included."""
+    try:
+        world = World(scenario, trace=trace or Trace(), check_every=check_every)
+        run_world(world)
+    except Exception as error:
+        raise HistoryError(scenario.seed, error) from error
+    return report(world)
+
+
+def run_world(world: World) -> None:
+    """Runs a world to its end. Raises Violation, HangError, or what a machine raised."""
+    watch_landings(world)
+    kernel, scenario = world.kernel, world.scenario
+    kernel.run_until(max(scenario.requests_end_ns, scenario.faults_end_ns) + 1)
+    world.stop_faults()
+    _run_until_empty(world, LIVENESS_NS, lambda: _unfinished(world), "never ended")
+    check_outcomes(world)
+    _run_until_empty(world, GRACE_NS, lambda: leftovers(world), "is left over")
+    world.check_invariants()
+
+
+def _run_until_empty(world: World, limit_ns: int, look: Callable[[], list[str]], complaint: str) -> None:
+    end_ns = world.kernel.now_ns + limit_ns
+    while found := look():
+        if world.kernel.now_ns >= end_ns:
+            raise Violation("; ".join(found) + f" ({complaint} within {limit_ns // SECOND_NS} s)")
+        world.kernel.run_until(world.kernel.now_ns + LOOK_INTERVAL_NS)
+
+
+def _unfinished(world: World) -> list[str]:
+    return [client.request.request_id for client in world.clients if not client.has_ended]
+
+
+def report(world: World) -> Report:
+    return Report(
+        num_events=world.kernel.num_events,
+        num_given_up=world.num_given_up,
+        num_lives=len(world.all_workers),
+        virtual_ns=world.kernel.now_ns,
+        outcomes=Counter(_end_of(client) for client in world.clients),
+    )
+
+
+def _end_of(client: Client) -> str:
+    return "unavailable" if client.outcome is None else client.outcome.value

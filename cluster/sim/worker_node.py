@@ -1,0 +1,173 @@
+"""A worker's process in the simulator: feeds WorkerState and carries out its effects on simulated streams, transport
+and engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from cluster.agent import effects, events
+from cluster.agent.limits import WorkerStateConfig
+from cluster.agent.state import WorkerState
+from cluster.core.ids import FrontId, WorkerId
+from cluster.core.messages import Command, StreamHello, TokenBatch, TokenRequest
+from cluster.sim.coordinator_node import ADDRESS, Envelope
+from cluster.sim.engine_model import StepCost, run_plan
+from cluster.sim.kernel import MILLISECOND_NS
+from cluster.sim.kv_memory import KVMemory, checksum
+from cluster.sim.network import Network, StreamEnd
+from cluster.sim.process import Alarm, Process
+from cluster.sim.push_bridge import PushBridge
+from cluster.sim.transport import Fabric
+from engine.core.step import StepPlan, StepResult
+
+RECONNECT_DELAY_NS = 200 * MILLISECOND_NS
+MAX_VERIFY_NS = 2 * MILLISECOND_NS
+
+
+@dataclass(slots=True)
+class EngineFaults:
+    """What is wrong with a worker's engine at the moment."""
+
+    slowness: float = 1.0
+    num_steps_to_fail: int = 0
+
+
+class WorkerNode:
+    """One life of a worker."""
+
+    def __init__(
+        self,
+        process: Process,
+        network: Network,
+        fabric: Fabric,
+        config: WorkerStateConfig,
+        *,
+        cost: StepCost,
+        random: Random,
+        after_event: Callable[[WorkerState], None],
+    ) -> None:
+        self.process = process
+        self.worker: WorkerId = config.hello.ref.worker
+        self.state = WorkerState(config, process.now_ns())
+        self.faults = EngineFaults()
+        self.memory = KVMemory(config.num_blocks, config.hello.block_size, rubbish=random.getrandbits(60))
+        self._network = network
+        self._cost = cost
+        self._random = random
+        self._after_event = after_event
+        self.bridge = PushBridge(
+            fabric, process, self.worker, self.memory, checksums=config.checksums, handle=self.handle
+        )
+        self._coordinator: StreamEnd | None = None
+        self._fronts: dict[FrontId, StreamEnd] = {}
+        self._alarm = Alarm(process, lambda: self.handle(events.Tick()))
+        network.listen(config.hello.ref.token_address, process, self._accept_front)
+        self._dial_coordinator()
+
+    # ---- control stream ---------------------------------------------------------------------------------------
+
+    def _dial_coordinator(self) -> None:
+        self._network.dial(self.process, ADDRESS, self._coordinator_opened, self._coordinator_failed)
+
+    def _coordinator_opened(self, stream: StreamEnd) -> None:
+        self._coordinator = stream
+        stream.on_message = self._commanded
+        stream.on_closed = self._coordinator_failed
+        self.handle(events.CoordinatorConnected())
+
+    def _commanded(self, envelope: Envelope) -> None:
+        assert isinstance(envelope.message, Command)
+        self.handle(events.CommandReceived(command=envelope.message, body=envelope.body))
+
+    def _coordinator_failed(self, _reason: str) -> None:
+        self._coordinator = None
+        self.process.after(RECONNECT_DELAY_NS, self._dial_coordinator)
+        self.handle(events.CoordinatorLost())
+
+    # ---- token streams ----------------------------------------------------------------------------------------
+
+    def _accept_front(self, stream: StreamEnd) -> None:
+        def on_hello(hello: StreamHello) -> None:
+            front = hello.front
+            older = self._fronts.get(front)
+            if older is not None:
+                older.close()
+            self._fronts[front] = stream
+            stream.on_message = lambda request: self._front_asked(front, request)
+            stream.on_closed = lambda _reason: self._front_left(front, stream)
+            self.handle(events.FrontConnected(front=front))
+
+        stream.on_message = on_hello
+
+    def _front_asked(self, front: FrontId, request: TokenRequest) -> None:
+        assert not isinstance(request, StreamHello)
+        self.handle(events.TokenRequestReceived(front=front, request=request))
+
+    def _front_left(self, front: FrontId, stream: StreamEnd) -> None:
+        if self._fronts.get(front) is stream:
+            del self._fronts[front]
+            self.handle(events.FrontDisconnected(front=front))
+
+    def _send_runs(self, effect: effects.SendRuns) -> None:
+        stream, front = self._fronts[effect.front], effect.front
+
+        def taken() -> None:
+            if self._fronts.get(front) is stream:
+                self.handle(events.RunsWritten(front=front))
+
+        stream.send(TokenBatch(worker=self.worker, runs=effect.runs), taken)
+
+    # ---- engine -----------------------------------------------------------------------------------------------
+
+    def _run_step(self, plan: StepPlan) -> None:
+        """The pool is read and written at the step's end or, as often, at its start: either may happen."""
+        duration_ns = int(self._cost.duration_ns(plan) * self.faults.slowness * (0.9 + 0.2 * self._random.random()))
+        if self.faults.num_steps_to_fail:
+            self.faults.num_steps_to_fail -= 1
+            self.process.after(duration_ns, lambda: self.handle(events.StepFailed(reason="injected failure")))
+            return
+        early = run_plan(plan, self.memory) if self._random.random() < 0.5 else None
+        self.process.after(duration_ns, lambda: self._step_done(plan, early, duration_ns))
+
+    def _step_done(self, plan: StepPlan, early: StepResult | None, duration_ns: int) -> None:
+        result = early if early is not None else run_plan(plan, self.memory)
+        self.handle(events.StepDone(result=result, duration_ns=duration_ns))
+
+    def _verify(self, effect: effects.VerifyBlocks) -> None:
+        """A verifier thread sums the blocks as they are when it gets to them."""
+
+        def sum_blocks() -> None:
+            pairs = zip(effect.block_ids, effect.checksums, strict=True)
+            bad = tuple(block_id for block_id, wanted in pairs if checksum(self.memory.block(block_id)) != wanted)
+            self.handle(events.Verified(key=effect.key, chunk=effect.chunk, bad_block_ids=bad))
+
+        self.process.after(int(self._random.random() * MAX_VERIFY_NS), sum_blocks)
+
+    # ---- the state machine ------------------------------------------------------------------------------------
+
+    def handle(self, event: events.Event) -> None:
+        for effect in self.state.handle(self.process.now_ns(), event):
+            self._carry_out(effect)
+            if not self.process.alive:
+                return
+        self._alarm.set(self.state.next_deadline_ns())
+        self._after_event(self.state)
+
+    def _carry_out(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.RunStep():
+                self._run_step(effect.plan)
+            case effects.SendRuns():
+                self._send_runs(effect)
+            case effects.ToCoordinator():
+                if self._coordinator is not None:
+                    self._coordinator.send(Envelope(message=effect.message))
+            case effects.VerifyBlocks():
+                self._verify(effect)
+            case effects.Shutdown():
+                self.bridge.close()
+                self.process.exit(f"shut down: {effect.reason}")
+            case _:
+                self.bridge.carry_out(effect)
