@@ -1,0 +1,99 @@
+"""The engine model betrays every mistake with blocks, whatever the chunking."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.core.ids import Outcome
+from cluster.sim.engine_model import EOS_TOKEN_ID, expected_answer, run_plan
+from cluster.sim.kv_memory import KVMemory, checksum
+from engine.core.sampling import SamplingParams
+from engine.core.step import SequenceKey, SequenceStep, StepPlan
+
+PROMPT = [5, 9, 13, 7, 7, 40, 21, 3, 60, 11]
+
+
+def run_alone(memory: KVMemory, table: list[int], chunk: int, sampling: SamplingParams, num_tokens: int) -> list[int]:
+    """A sequence by itself: the prompt in chunks, then one token a step."""
+    tokens, output, start = list(PROMPT), [], 0
+    while len(output) < num_tokens:
+        token_ids = tokens[start : start + chunk]
+        sample = start + len(token_ids) == len(tokens)
+        step = SequenceStep(
+            key=SequenceKey("r", 1),
+            token_ids=token_ids,
+            start=start,
+            block_table=table,
+            sample=sample,
+            sampling=sampling,
+            position=len(output),
+            prompt_ids=PROMPT,
+            output_ids=output,
+        )
+        drawn = run_plan(StepPlan(step_id=0, sequences=[step]), memory).tokens[0]
+        start += len(token_ids)
+        assert (drawn is not None) == sample
+        if drawn is not None:
+            output.append(drawn.token_id)
+            tokens.append(drawn.token_id)
+    return output
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 100])
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_the_answer_is_computable_without_a_pool(chunk: int, penalty: float) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=3, max_tokens=8, ignore_eos=True, presence_penalty=penalty)
+    output = run_alone(KVMemory(12, 4, rubbish=chunk), [7, 2, 9, 0, 5], chunk, sampling, 8)
+    assert tuple(output) == expected_answer(PROMPT, sampling, 64).token_ids
+
+
+def test_a_wrong_block_changes_the_answer() -> None:
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    right = expected_answer(PROMPT, sampling, 64).token_ids
+    memory, table = KVMemory(12, 4, rubbish=1), [7, 2, 9, 0, 5]
+    run_alone(memory, table, 4, sampling, 1)
+    for position in range(len(PROMPT)):
+        damaged = KVMemory(12, 4, rubbish=1)
+        damaged.data[:] = memory.data
+        damaged.data[(table[position // 4] * 4 + position % 4) * 8] ^= 1
+        step = SequenceStep(
+            key=SequenceKey("r", 1),
+            token_ids=[right[0]],
+            start=len(PROMPT),
+            block_table=table,
+            sample=True,
+            sampling=sampling,
+            position=1,
+            prompt_ids=PROMPT,
+            output_ids=[right[0]],
+        )
+        drawn = run_plan(StepPlan(step_id=0, sequences=[step]), damaged).tokens[0]
+        assert drawn is not None and drawn.token_id != right[1], f"position {position} is not seen"
+
+
+def test_swapped_blocks_are_seen() -> None:
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+    memory = KVMemory(12, 4, rubbish=1)
+    run_alone(memory, [7, 2, 9, 0], 4, sampling, 1)
+    contents = memory.read([7, 2, 9], 8), memory.read([2, 7, 9], 8)
+    assert checksum(contents[0]) != checksum(contents[1])
+
+
+def test_ends_of_answers() -> None:
+    free = SamplingParams(max_tokens=60, ignore_eos=True)
+    tokens = expected_answer(PROMPT, free, 40)
+    assert tokens.outcome is Outcome.LENGTH and len(tokens.token_ids) == 30
+    stop_id = tokens.token_ids[4]
+    first = tokens.token_ids.index(stop_id)
+    stopped = expected_answer(PROMPT, SamplingParams(max_tokens=60, stop_token_ids=(stop_id,), ignore_eos=True), 40)
+    assert stopped.outcome is Outcome.STOP and stopped.token_ids == tokens.token_ids[: first + 1]
+    pair = (tokens.token_ids[2], tokens.token_ids[3])
+    matched = expected_answer(PROMPT, free, 40, pair)
+    assert matched.outcome is Outcome.STOP and matched.stop_at == len(matched.token_ids) <= 4
+
+
+def test_no_end_before_min_tokens() -> None:
+    for seed in range(300):
+        sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=6, min_tokens=3)
+        answer = expected_answer(PROMPT, sampling, 64)
+        assert EOS_TOKEN_ID not in answer.token_ids[:3]
