@@ -44,15 +44,35 @@ def check_outcomes(world: World) -> None:
 def leftovers(world: World) -> list[str]:
     """What is still held anywhere, in words; empty once everything is over."""
     found = [f"{node.front} still has {node.num_live} requests" for node in world.fronts if node.num_live]
-    if world.coordinator.bodies:
-        found.append(f"the coordinator keeps the bodies of {', '.join(world.coordinator.bodies)}")
-    state = world.coordinator.state
-    found += [f"the coordinator knows {name}" for name in _coordinator_leftovers(state)]
-    alive: dict[str, int] = {}
+    return found + _coordinator_leftovers(world) + _worker_leftovers(world)
+
+
+def _coordinator_leftovers(world: World) -> list[str]:
+    node = world.coordinator
+    state, now_ns = node.state, node.process.now_ns()
+    found = [f"the coordinator keeps the body of {request_id}" for request_id in node.bodies]
+    found += [f"the coordinator has request {view.request_id} ({view.phase})" for view in state.requests(now_ns)]
+    found += [
+        f"the coordinator's ledger has {view.side} lease {view.lease_id:x} of {view.attempt} at {view.holder}"
+        for view in state.leases(now_ns)
+    ]
+    registered = [worker for pool in state.status(now_ns).pools for worker in pool.workers]
+    found += [f"the coordinator counts {view.num_legs} legs at {view.worker}" for view in registered if view.num_legs]
+    lives = {view.worker for view in registered}
+    for name in world.scenario.worker_names:
+        life = world.worker(name)
+        if life is None or life.worker not in lives:
+            found.append(f"no life of {name} that runs is registered")
+    return found
+
+
+def _worker_leftovers(world: World) -> list[str]:
+    found: list[str] = []
     for node in world.all_workers:
         if not node.process.alive:
             continue
-        alive[node.worker.name] = alive.get(node.worker.name, 0) + 1
+        if node is not world.worker(node.worker.name):
+            found.append(f"{node.worker} runs beside its successor")
         counts = node.state.pool.counts()
         held = {
             "active blocks": counts.active,
@@ -62,5 +82,4 @@ def leftovers(world: World) -> list[str]:
             "token records": node.state.num_token_records(),
         }
         found += [f"{node.worker} has {count} {what}" for what, count in held.items() if count]
-    found += [f"{count} lives of {name} run" for name, count in alive.items() if count > 1]
     return found
