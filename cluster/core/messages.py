@@ -289,7 +289,7 @@ class ReserveRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillDone:
-    """Prefill drew the first token. `outcome` is set where that token ends the request: the decode leg is then cancelled."""
+    """Prefill drew the first token. `outcome` is set where that token ends the request: decode's leg is cancelled."""
 
     attempt: AttemptId
     outcome: Outcome | None
@@ -316,7 +316,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegFailed:
-    """This worker cannot go on with the attempt; its part is being released. `retryable` if another attempt may work."""
+    """This worker cannot go on and is releasing its part. `retryable` if another attempt may work."""
 
     attempt: AttemptId
     outcome: Outcome

@@ -1,0 +1,119 @@
+"""Attempts and their legs: who runs a request, and which worker still holds something of an attempt that is over.
+
+An attempt outlives its request's interest in it: its legs stay in the table until their workers have released them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from cluster.core.ids import AttemptId, Role, WorkerId
+
+
+class LegState(Enum):
+    """Where a leg stands.
+
+    PLANNED: its worker has not been told. ACTIVE: told. CLOSING: to stop, and not yet released. RELEASED: its worker
+    said that it holds nothing, or never was told. LOST: its worker is lost, and what it held with it.
+    """
+
+    PLANNED = "planned"
+    ACTIVE = "active"
+    CLOSING = "closing"
+    RELEASED = "released"
+    LOST = "lost"
+
+
+@dataclass(slots=True, kw_only=True)
+class Leg:
+    """One worker's part of an attempt.
+
+    Attributes:
+        half: PREFILL reads the prompt and pushes; DECODE takes it over and writes, or does both (local prefill).
+        num_blocks: KV blocks it is expected to take, counted against the worker until released.
+        num_unread_tokens: prompt tokens it has still to read, as far as is known; 0 once it has.
+        unreported: whether the worker's last heartbeat left before it was told of this leg.
+    """
+
+    attempt_id: AttemptId
+    worker: WorkerId
+    half: Role
+    num_blocks: int
+    num_unread_tokens: int
+    state: LegState = LegState.PLANNED
+    unreported: bool = True
+
+    @property
+    def is_released(self) -> bool:
+        return self.state in (LegState.RELEASED, LegState.LOST)
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """One run of a request.
+
+    Attributes:
+        prefill: None where the decode leg reads the prompt itself.
+        is_current: its request still counts on it.
+        committed: decode has taken the KV over (from the start, for a local one).
+        finished_by: the half whose worker drew the request's last token, None before that.
+        why: the placement's reason, in words.
+    """
+
+    attempt_id: AttemptId
+    lease_id: int
+    placed_ns: int
+    prefill: Leg | None
+    decode: Leg
+    why: str
+    is_current: bool = True
+    committed: bool = False
+    finished_by: Role | None = None
+
+    @property
+    def legs(self) -> tuple[Leg, ...]:
+        """The prefill leg first: it is the one to stop first."""
+        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+
+    @property
+    def is_over(self) -> bool:
+        """Nobody counts on it and no worker holds anything of it."""
+        return not self.is_current and all(leg.is_released for leg in self.legs)
+
+    def leg_on(self, worker: WorkerId) -> Leg | None:
+        return next((leg for leg in self.legs if leg.worker == worker), None)
+
+
+class AttemptTable:
+    """All attempts that are not over, by id."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[AttemptId, Attempt] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, attempt: Attempt) -> None:
+        assert attempt.attempt_id not in self._by_id
+        self._by_id[attempt.attempt_id] = attempt
+
+    def get(self, attempt_id: AttemptId) -> Attempt | None:
+        return self._by_id.get(attempt_id)
+
+    def remove(self, attempt_id: AttemptId) -> None:
+        assert self._by_id[attempt_id].is_over
+        del self._by_id[attempt_id]
+
+    def all(self) -> tuple[Attempt, ...]:
+        return tuple(self._by_id.values())
+
+    def check_invariants(self) -> None:
+        for attempt_id, attempt in self._by_id.items():
+            assert attempt.attempt_id == attempt_id
+            assert not attempt.is_over, f"{attempt_id} is over but kept"
+            assert all(leg.attempt_id == attempt_id for leg in attempt.legs)
+            if attempt.prefill is None:
+                assert attempt.committed
+            else:
+                assert attempt.prefill.worker != attempt.decode.worker

@@ -1,0 +1,206 @@
+"""What workers say of the legs they run, from the reservation to the release.
+
+A message about an attempt that is over, or from a worker without a leg in it, is stale and ignored. One about an
+attempt that its request no longer counts on can only release what it held.
+"""
+
+from __future__ import annotations
+
+from cluster.core.attempts import Attempt, Leg, LegState
+from cluster.core.handlers.ending import (
+    end_request,
+    fail_attempt,
+    is_needed,
+    mark_closing,
+    release_leg,
+    stop_leg,
+    watch_deadline,
+)
+from cluster.core.handlers.placing import exclude_and_withdraw
+from cluster.core.ids import AttemptId, Outcome, Role, WorkerId
+from cluster.core.leases import Lease, Side
+from cluster.core.limits import FINISHED_TIMEOUT_NS, NS_PER_MS
+from cluster.core.messages import (
+    Committed,
+    Finished,
+    LegFailed,
+    LegReleased,
+    Placed,
+    Prefill,
+    PrefillDone,
+    ReserveGranted,
+    ReserveRefused,
+)
+from cluster.core.parts import Parts
+from cluster.core.requests import Failure, Phase, Request
+
+
+def on_reserve_granted(parts: Parts, now_ns: int, sender: WorkerId, message: ReserveGranted) -> None:
+    """Decode has reserved: now prefill may start, and the front is told of both."""
+    known = _known(parts, sender, message.attempt)
+    if known is None:
+        return
+    attempt, _ = known
+    request = _request_of(parts, attempt)
+    prefill = attempt.prefill
+    if request is None or request.phase is not Phase.RESERVING or prefill is None or prefill.worker == sender:
+        return
+    prefill_worker = parts.workers.get(prefill.worker)
+    decode_worker = parts.workers.get(sender)
+    assert prefill_worker is not None and decode_worker is not None, "a worker's loss withdraws the attempt"
+    _open_held(parts, now_ns, attempt, prefill, num_blocks=len(message.blocks))
+    prefill.state = LegState.ACTIVE
+    request.enter(Phase.PREFILLING)
+    watch_deadline(parts, request)
+    command = Prefill(
+        attempt=attempt.attempt_id,
+        lease_id=attempt.lease_id,
+        destination=decode_worker.hello.ref,
+        blocks=message.blocks,
+        num_cached_blocks=message.num_cached_blocks,
+        ttl_ms=message.ttl_ms,
+    )
+    parts.outbox.to_worker(prefill.worker, command, body_of=request.request_id)
+    placed = Placed(
+        epoch=parts.outbox.epoch,
+        attempt=attempt.attempt_id,
+        prefill=prefill_worker.hello.ref,
+        decode=decode_worker.hello.ref,
+        queued_ms=(attempt.placed_ns - request.queued_ns) / NS_PER_MS,
+        reserved_ms=(now_ns - attempt.placed_ns) / NS_PER_MS,
+    )
+    parts.outbox.to_front(request.front, placed)
+
+
+def on_reserve_refused(parts: Parts, now_ns: int, sender: WorkerId, message: ReserveRefused) -> None:
+    """Decode holds nothing. The request is placed again, and does not count this as a failure."""
+    known = _known(parts, sender, message.attempt)
+    if known is None:
+        return
+    attempt, leg = known
+    if leg.is_released:
+        return
+    request = _request_of(parts, attempt)
+    release_leg(parts, attempt, leg)
+    if request is not None and request.phase is Phase.RESERVING:
+        exclude_and_withdraw(parts, now_ns, request, attempt, f"{sender} cannot reserve: {message.reason}")
+
+
+def on_prefill_done(parts: Parts, now_ns: int, sender: WorkerId, message: PrefillDone) -> None:
+    """The prompt has been read. If its first token was also the last, decode is not needed."""
+    known = _known(parts, sender, message.attempt)
+    if known is None:
+        return
+    attempt, leg = known
+    worker = parts.workers.get(sender)
+    assert worker is not None
+    if not leg.is_released:
+        worker.mark_read(leg)
+    request = _request_of(parts, attempt)
+    if message.outcome is None or request is None or request.phase is not Phase.PREFILLING:
+        return
+    stop_leg(parts, now_ns, attempt, attempt.decode, "the first token ended the request")
+    _finish(parts, now_ns, request, attempt, Role.PREFILL)
+
+
+def on_committed(parts: Parts, now_ns: int, sender: WorkerId, message: Committed) -> None:
+    """Decode owns the KV: from here on it needs no lease and no prefill worker."""
+    known = _known(parts, sender, message.attempt)
+    if known is None or known[1].half is not Role.DECODE:
+        return
+    attempt, _ = known
+    attempt.committed = True
+    parts.leases.close(attempt.lease_id, Side.RESERVED)
+    request = _request_of(parts, attempt)
+    if request is not None and request.phase is Phase.PREFILLING:
+        request.enter(Phase.DECODING)
+        watch_deadline(parts, request)
+
+
+def on_finished(parts: Parts, now_ns: int, sender: WorkerId, message: Finished) -> None:
+    """The last token is drawn and the worker has let go of the sequence; the front will say RequestDone."""
+    known = _known(parts, sender, message.attempt)
+    if known is None or known[1].half is not Role.DECODE:
+        return
+    attempt, leg = known
+    request = _request_of(parts, attempt)
+    if not leg.is_released:
+        release_leg(parts, attempt, leg)
+    if request is not None and request.phase in (Phase.PREFILLING, Phase.DECODING, Phase.LOCAL):
+        _finish(parts, now_ns, request, attempt, Role.DECODE)
+
+
+def on_leg_failed(parts: Parts, now_ns: int, sender: WorkerId, message: LegFailed) -> None:
+    """The worker is releasing its part by itself; the other leg must not wait for it."""
+    known = _known(parts, sender, message.attempt)
+    if known is None:
+        return
+    attempt, leg = known
+    if leg.is_released:
+        return
+    request = _request_of(parts, attempt)
+    if leg.state is LegState.ACTIVE:
+        mark_closing(parts, now_ns, attempt, leg)
+    if request is None or not is_needed(request, attempt, leg):
+        return
+    failure = Failure(message.outcome, f"{sender}: {message.reason}")
+    if not message.retryable:
+        end_request(parts, now_ns, request, failure.outcome, failure.reason)
+    elif request.phase is Phase.RESERVING:
+        exclude_and_withdraw(parts, now_ns, request, attempt, failure.reason)
+    else:
+        fail_attempt(parts, now_ns, request, attempt, failure)
+
+
+def on_leg_released(parts: Parts, now_ns: int, sender: WorkerId, message: LegReleased) -> None:
+    """The worker holds nothing of the attempt. If it was to go on with it, the attempt has failed."""
+    known = _known(parts, sender, message.attempt)
+    if known is None or known[1].is_released:
+        return
+    attempt, leg = known
+    request = _request_of(parts, attempt)
+    is_working = leg.state is LegState.ACTIVE and (leg.half is Role.DECODE or leg.num_unread_tokens > 0)
+    release_leg(parts, attempt, leg)
+    if request is None or not is_working or not is_needed(request, attempt, leg):
+        return
+    failure = Failure(Outcome.INTERNAL, f"{sender} let go of {attempt.attempt_id} unasked")
+    if request.phase is Phase.RESERVING:
+        exclude_and_withdraw(parts, now_ns, request, attempt, failure.reason)
+    else:
+        fail_attempt(parts, now_ns, request, attempt, failure)
+
+
+def _known(parts: Parts, sender: WorkerId, attempt_id: AttemptId) -> tuple[Attempt, Leg] | None:
+    """The attempt and the sender's leg in it, None if there is none."""
+    attempt = parts.attempts.get(attempt_id)
+    leg = None if attempt is None else attempt.leg_on(sender)
+    return None if attempt is None or leg is None else (attempt, leg)
+
+
+def _request_of(parts: Parts, attempt: Attempt) -> Request | None:
+    """The request that counts on this attempt, None if none does any more."""
+    return parts.requests.get(attempt.attempt_id.request_id) if attempt.is_current else None
+
+
+def _finish(parts: Parts, now_ns: int, request: Request, attempt: Attempt, by: Role) -> None:
+    attempt.finished_by = by
+    request.enter(Phase.FINISHED, now_ns + FINISHED_TIMEOUT_NS)
+    watch_deadline(parts, request)
+
+
+def _open_held(parts: Parts, now_ns: int, attempt: Attempt, prefill: Leg, num_blocks: int) -> None:
+    """Prefill holds its source blocks for as long as the push may read them."""
+    reserved = parts.leases.get(attempt.lease_id, Side.RESERVED)
+    if reserved is not None:
+        reserved.num_blocks = num_blocks
+    parts.leases.open(
+        Lease(
+            lease_id=attempt.lease_id,
+            side=Side.HELD,
+            attempt_id=attempt.attempt_id,
+            holder=prefill.worker,
+            peer=attempt.decode.worker,
+            num_blocks=num_blocks,
+            opened_ns=now_ns,
+        )
+    )

@@ -1,0 +1,136 @@
+"""Placing: from the queue onto workers."""
+
+from __future__ import annotations
+
+from cluster.core.attempts import Attempt, Leg, LegState
+from cluster.core.handlers.ending import watch_deadline, withdraw_attempt
+from cluster.core.ids import Role, WorkerId
+from cluster.core.leases import Lease, Side
+from cluster.core.limits import EXCLUDE_AFTER_REFUSAL_NS, NS_PER_MS
+from cluster.core.messages import Placed, Reserve, RunLocal
+from cluster.core.parts import Parts
+from cluster.core.requests import Phase, Request
+from cluster.core.timers import TimerKey, TimerKind
+from cluster.core.workers import Worker
+from cluster.policy.placement import Demand, Placement, Wait, demand_of, place
+
+
+def place_waiting(parts: Parts, now_ns: int) -> None:
+    """Places requests in the queue's order until one must wait; those behind it wait as well, so none starves."""
+    while (request_id := parts.queue.head()) is not None:
+        request = parts.requests.get(request_id)
+        assert request is not None and request.phase is Phase.QUEUED
+        request.excluded = {worker: until for worker, until in request.excluded.items() if until > now_ns}
+        num_left = request.max_tokens - request.num_delivered
+        demand = demand_of(request.num_read_tokens, num_left, parts.config.kv.block_size)
+        decision = place(
+            demand,
+            parts.workers.with_role(Role.PREFILL).values(),
+            parts.workers.with_role(Role.DECODE).values(),
+            request.excluded,
+        )
+        if isinstance(decision, Wait):
+            request.waiting_for = decision.reason
+            return
+        parts.queue.remove(request_id)
+        request.attempt += 1
+        request.waiting_for = ""
+        if decision.prefill is None:
+            _start_local(parts, now_ns, request, demand, decision)
+        else:
+            _start_pair(parts, now_ns, request, demand, decision, decision.prefill)
+        watch_deadline(parts, request)
+
+
+def exclude_and_withdraw(parts: Parts, now_ns: int, request: Request, attempt: Attempt, reason: str) -> None:
+    """Decode would not or did not reserve: placement runs again, for a short time without that worker."""
+    until_ns = now_ns + EXCLUDE_AFTER_REFUSAL_NS
+    request.excluded[attempt.decode.worker] = until_ns
+    parts.timers.set(TimerKey(TimerKind.RETRY, request.request_id), until_ns)
+    withdraw_attempt(parts, now_ns, request, attempt, reason)
+
+
+def _start_pair(
+    parts: Parts, now_ns: int, request: Request, demand: Demand, placement: Placement, prefill_id: WorkerId
+) -> None:
+    prefill = _registered(parts, prefill_id)
+    decode = _registered(parts, placement.decode)
+    attempt = Attempt(
+        attempt_id=request.attempt_id,
+        lease_id=parts.next_lease_id(),
+        placed_ns=now_ns,
+        prefill=_leg(request, prefill, Role.PREFILL, demand.num_kv_blocks, demand.num_tokens),
+        decode=_leg(request, decode, Role.DECODE, demand.num_expected_blocks, 0),
+        why=placement.reason,
+    )
+    _open(parts, attempt)
+    attempt.decode.state = LegState.ACTIVE
+    parts.leases.open(
+        Lease(
+            lease_id=attempt.lease_id,
+            side=Side.RESERVED,
+            attempt_id=attempt.attempt_id,
+            holder=decode.id,
+            peer=prefill.id,
+            num_blocks=demand.num_kv_blocks,
+            opened_ns=now_ns,
+        )
+    )
+    # A worker that cannot answer within the time in which its silence would cost its life is passed over.
+    request.enter(Phase.RESERVING, now_ns + parts.heartbeat_timeout_ns)
+    reserve = Reserve(
+        attempt=attempt.attempt_id,
+        lease_id=attempt.lease_id,
+        source=prefill.hello.ref,
+        num_tokens=demand.num_tokens + 1,
+        ttl_ms=parts.lease_ttl_ms,
+    )
+    parts.outbox.to_worker(decode.id, reserve, body_of=request.request_id)
+
+
+def _start_local(parts: Parts, now_ns: int, request: Request, demand: Demand, placement: Placement) -> None:
+    decode = _registered(parts, placement.decode)
+    attempt = Attempt(
+        attempt_id=request.attempt_id,
+        lease_id=parts.next_lease_id(),
+        placed_ns=now_ns,
+        prefill=None,
+        decode=_leg(request, decode, Role.DECODE, demand.num_expected_blocks, demand.num_tokens),
+        why=placement.reason,
+        committed=True,
+    )
+    _open(parts, attempt)
+    attempt.decode.state = LegState.ACTIVE
+    request.enter(Phase.LOCAL)
+    parts.outbox.to_worker(decode.id, RunLocal(attempt=attempt.attempt_id), body_of=request.request_id)
+    placed = Placed(
+        epoch=parts.outbox.epoch,
+        attempt=attempt.attempt_id,
+        prefill=None,
+        decode=decode.hello.ref,
+        queued_ms=(now_ns - request.queued_ns) / NS_PER_MS,
+        reserved_ms=0.0,
+    )
+    parts.outbox.to_front(request.front, placed)
+
+
+def _leg(request: Request, worker: Worker, half: Role, num_blocks: int, num_unread_tokens: int) -> Leg:
+    return Leg(
+        attempt_id=request.attempt_id,
+        worker=worker.id,
+        half=half,
+        num_blocks=num_blocks,
+        num_unread_tokens=num_unread_tokens,
+    )
+
+
+def _open(parts: Parts, attempt: Attempt) -> None:
+    parts.attempts.add(attempt)
+    for leg in attempt.legs:
+        _registered(parts, leg.worker).take(leg)
+
+
+def _registered(parts: Parts, worker_id: WorkerId) -> Worker:
+    worker = parts.workers.get(worker_id)
+    assert worker is not None, "placement chooses among registered workers"
+    return worker

@@ -1,0 +1,78 @@
+"""What happens when nothing happens: every wait has a deadline."""
+
+from __future__ import annotations
+
+from cluster.core.handlers.ending import current_attempt, end_request, forget_request, watch_deadline
+from cluster.core.handlers.fronts import situation
+from cluster.core.handlers.placing import exclude_and_withdraw
+from cluster.core.handlers.workers import on_silence, on_unreleased
+from cluster.core.ids import AttemptId, Outcome, WorkerId
+from cluster.core.limits import NS_PER_MS
+from cluster.core.messages import Refused
+from cluster.core.parts import Parts
+from cluster.core.requests import Phase, Request
+from cluster.core.timers import TimerKey, TimerKind
+from cluster.policy.admission import retry_after_ms
+
+
+def on_tick(parts: Parts, now_ns: int) -> None:
+    """Handles every deadline that has come, in the order of the deadlines."""
+    while (key := parts.timers.pop_due(now_ns)) is not None:
+        _on_due(parts, now_ns, key)
+
+
+def _on_due(parts: Parts, now_ns: int, key: TimerKey) -> None:
+    match key.kind:
+        case TimerKind.WORKER:
+            on_silence(parts, now_ns, WorkerId(key.name, key.number))
+        case TimerKind.ATTEMPT:
+            on_unreleased(parts, now_ns, AttemptId(key.name, key.number))
+        case TimerKind.REQUEST:
+            request = parts.requests.get(key.name)
+            assert request is not None, "a forgotten request clears its timer"
+            _on_request_due(parts, now_ns, request)
+        case TimerKind.RETRY:
+            pass  # An exclusion has ended; placement, which follows every event, sees to it.
+
+
+def _on_request_due(parts: Parts, now_ns: int, request: Request) -> None:
+    if request.phase is Phase.FINISHED:
+        forget_request(parts, now_ns, request, "its front did not say that it is done")
+    elif request.deadline_ns is not None and request.deadline_ns <= now_ns:
+        end_request(parts, now_ns, request, Outcome.DEADLINE_EXCEEDED, _deadline_reason(request))
+    elif request.phase is Phase.QUEUED:
+        _on_queue_timeout(parts, now_ns, request)
+    elif request.phase is Phase.RESERVING:
+        _on_reserve_timeout(parts, now_ns, request)
+    else:
+        assert request.phase is Phase.WAITING_FRONT, f"{request.phase.name} has no deadline of its own"
+        end_request(parts, now_ns, request, Outcome.INTERNAL, "its front did not answer a failed attempt")
+
+
+def _on_queue_timeout(parts: Parts, now_ns: int, request: Request) -> None:
+    """Before the first attempt that counts, this is a refusal; after one, the end of a started answer."""
+    waited_ms = (now_ns - request.queued_ns) // NS_PER_MS
+    reason = f"no place in {waited_ms} ms: {request.waiting_for or 'others wait before it'}"
+    if request.last_failure is not None:
+        reason = f"{reason}; before that, {request.last_failure.reason}"
+        end_request(parts, now_ns, request, request.last_failure.outcome, reason)
+        return
+    refused = Refused(
+        request_id=request.request_id,
+        outcome=Outcome.REJECTED_OVERLOAD,
+        reason=reason,
+        retry_after_ms=retry_after_ms(situation(parts)),
+    )
+    parts.outbox.to_front(request.front, refused)
+    forget_request(parts, now_ns, request, reason)
+
+
+def _on_reserve_timeout(parts: Parts, now_ns: int, request: Request) -> None:
+    attempt = current_attempt(parts, request)
+    assert attempt is not None
+    exclude_and_withdraw(parts, now_ns, request, attempt, f"{attempt.decode.worker} did not answer a reservation")
+    watch_deadline(parts, request)
+
+
+def _deadline_reason(request: Request) -> str:
+    return f"the client's deadline passed while the request was {request.phase.value}"

@@ -1,0 +1,107 @@
+"""Workers come, are heard of, and are lost."""
+
+from __future__ import annotations
+
+from cluster.core.attempts import LegState
+from cluster.core.handlers.ending import attempt_timer, fail_attempt, is_needed, retire_if_over, withdraw_attempt
+from cluster.core.ids import AttemptId, Outcome, WorkerId
+from cluster.core.limits import HEARTBEATS_PER_TIMEOUT, MAX_HEARTBEAT_MS, NS_PER_MS, RELEASE_TIMEOUT_NS
+from cluster.core.messages import CancelLeg, Heartbeat, PeerFenced, PeerLost, WorkerHello, WorkerRefused, WorkerWelcome
+from cluster.core.parts import Parts
+from cluster.core.requests import Failure, Phase
+from cluster.core.timers import TimerKey, TimerKind
+from cluster.core.workers import Worker
+
+
+def on_worker_hello(parts: Parts, now_ns: int, sender: WorkerId, message: WorkerHello) -> None:
+    """Registers the worker, or refuses it for good. A later life of a name ends the one before it."""
+    assert message.ref.worker == sender, "the driver names the worker by its hello"
+    reason = parts.workers.refusal(message)
+    if reason is not None:
+        parts.outbox.to_worker(sender, WorkerRefused(reason=reason))
+        return
+    present = parts.workers.named(sender.name)
+    if present is not None and present.id != sender:
+        lose_worker(parts, now_ns, present.id, f"{sender} has taken its place")
+        present = None
+    if present is None:
+        parts.workers.add(message, now_ns)
+        parts.timers.set(_silence_timer(sender), now_ns + parts.heartbeat_timeout_ns)
+    heartbeat_ms = parts.heartbeat_timeout_ns // NS_PER_MS // HEARTBEATS_PER_TIMEOUT
+    parts.outbox.to_worker(sender, WorkerWelcome(heartbeat_ms=max(1, min(heartbeat_ms, MAX_HEARTBEAT_MS))))
+    for attempt_id in message.inventory:
+        if parts.attempts.get(attempt_id) is None:
+            parts.outbox.to_worker(sender, CancelLeg(attempt=attempt_id, reason="the coordinator does not know it"))
+
+
+def on_heartbeat(parts: Parts, sender: Worker, message: Heartbeat) -> None:
+    """Takes the worker's numbers. Whatever it keeps for an attempt that is not known here is to be released."""
+    sender.hear(message.load)
+    parts.leases.report(sender.id, message.leases)
+    for info in message.leases:
+        if info.attempt in sender.legs:
+            continue
+        parts.outbox.to_worker(sender.id, CancelLeg(attempt=info.attempt, reason="the coordinator does not know it"))
+        if parts.workers.is_lost(info.peer):
+            parts.outbox.to_worker(sender.id, PeerLost(peer=info.peer))
+
+
+def on_peer_fenced(parts: Parts, now_ns: int, sender: WorkerId, message: PeerFenced) -> None:
+    """The sender has cut that life of the peer off, told to or because a lease expired: it is given up everywhere."""
+    parts.leases.close_reserved_from(sender, message.peer)
+    if parts.workers.get(message.peer) is not None:
+        lose_worker(parts, now_ns, message.peer, f"{sender} has fenced it")
+
+
+def on_silence(parts: Parts, now_ns: int, worker_id: WorkerId) -> None:
+    """The worker's timer: set again for as long as it has been heard since, otherwise the worker is lost."""
+    worker = parts.workers.get(worker_id)
+    assert worker is not None, "a worker's loss clears its timer"
+    deadline_ns = worker.last_heard_ns + parts.heartbeat_timeout_ns
+    if deadline_ns > now_ns:
+        parts.timers.set(_silence_timer(worker_id), deadline_ns)
+        return
+    silent_s = parts.config.coordinator.heartbeat_timeout_s
+    lose_worker(parts, now_ns, worker_id, f"nothing was heard of it for {silent_s:g} s")
+
+
+def on_unreleased(parts: Parts, now_ns: int, attempt_id: AttemptId) -> None:
+    """A cancelled leg is overdue: its worker is given up. Prefill first, since decode may be waiting for it."""
+    attempt = parts.attempts.get(attempt_id)
+    assert attempt is not None, "a retired attempt clears its timer"
+    for leg in attempt.legs:
+        if leg.state is LegState.CLOSING:
+            # Set before the loss, which may retire the attempt and clear it.
+            parts.timers.set(attempt_timer(attempt), now_ns + RELEASE_TIMEOUT_NS)
+            lose_worker(parts, now_ns, leg.worker, f"it did not release {attempt.attempt_id}")
+            return
+
+
+def lose_worker(parts: Parts, now_ns: int, worker_id: WorkerId, reason: str) -> None:
+    """That life is lost for good: whoever shared a lease with it is told, and what needed it fails."""
+    worker = parts.workers.lose(worker_id)
+    if worker is None:
+        return
+    parts.timers.set(_silence_timer(worker_id), None)
+    parts.outbox.give_up(worker_id, reason)
+    parts.leases.forget_holder(worker_id)
+    for partner in parts.leases.holders_paired_with(worker_id):
+        parts.outbox.to_worker(partner, PeerLost(peer=worker_id))
+    for leg in worker.legs.values():
+        if not leg.is_released:
+            leg.state = LegState.LOST
+    failure = Failure(Outcome.WORKER_LOST, f"{worker_id} is lost: {reason}")
+    for attempt_id, leg in worker.legs.items():
+        attempt = parts.attempts.get(attempt_id)
+        assert attempt is not None, "a retired attempt has no legs"
+        request = parts.requests.get(attempt_id.request_id) if attempt.is_current else None
+        if request is None or not is_needed(request, attempt, leg):
+            retire_if_over(parts, attempt)
+        elif request.phase is Phase.RESERVING:
+            withdraw_attempt(parts, now_ns, request, attempt, failure.reason)
+        else:
+            fail_attempt(parts, now_ns, request, attempt, failure)
+
+
+def _silence_timer(worker_id: WorkerId) -> TimerKey:
+    return TimerKey(TimerKind.WORKER, worker_id.name, worker_id.incarnation)

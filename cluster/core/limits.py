@@ -1,0 +1,27 @@
+"""Named limits of the coordinator that no operator needs to set. Names say the unit."""
+
+from __future__ import annotations
+
+from typing import Final
+
+NS_PER_MS: Final = 1_000_000
+NS_PER_S: Final = 1_000_000_000
+
+HEARTBEATS_PER_TIMEOUT: Final = 5
+"""A worker is given up after missing about so many heartbeats."""
+MAX_HEARTBEAT_MS: Final = 1000
+"""Longest interval between heartbeats: placement and `baton status` want fresh numbers."""
+EXCLUDE_AFTER_REFUSAL_NS: Final = 50 * NS_PER_MS
+"""A decode worker that refused a reservation is not asked again by that request for so long."""
+RESUBMIT_TIMEOUT_NS: Final = 10 * NS_PER_S
+"""A front that was told of a failed attempt must answer within this, or the request ends."""
+FINISHED_TIMEOUT_NS: Final = 120 * NS_PER_S
+"""A finished request waits so long for the front's RequestDone. Workers keep nothing of it meanwhile."""
+RELEASE_TIMEOUT_NS: Final = 30 * NS_PER_S
+"""A worker that has not released a cancelled leg by then is given up: nothing may stay held for ever."""
+MAX_LIVE_REQUESTS: Final = 100_000
+"""Requests the coordinator knows at once, waiting and running together."""
+MAX_WORKERS: Final = 4096
+"""Workers registered at once."""
+MAX_LOST_NAMES: Final = 16_384
+"""Worker names whose lost lives are remembered, so that a lost life cannot come back; the oldest are forgotten."""

@@ -1,0 +1,32 @@
+"""Collects the effects of one event, in order."""
+
+from __future__ import annotations
+
+from cluster.core.effects import DropBody, Effect, GiveUpWorker, ToFront, ToWorker
+from cluster.core.ids import FrontId, WorkerId
+from cluster.core.messages import Command, CommandBody, ToFrontMessage
+
+
+class Outbox:
+    """Every command leaves with this coordinator's epoch."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._effects: list[Effect] = []
+
+    def to_worker(self, worker: WorkerId, body: CommandBody, *, body_of: str | None = None) -> None:
+        command = Command(epoch=self.epoch, worker=worker, body=body)
+        self._effects.append(ToWorker(worker=worker, command=command, body_of=body_of))
+
+    def to_front(self, front: FrontId, message: ToFrontMessage) -> None:
+        self._effects.append(ToFront(front=front, message=message))
+
+    def drop_body(self, request_id: str) -> None:
+        self._effects.append(DropBody(request_id=request_id))
+
+    def give_up(self, worker: WorkerId, reason: str) -> None:
+        self._effects.append(GiveUpWorker(worker=worker, reason=reason))
+
+    def take(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects

@@ -1,0 +1,58 @@
+"""The parts ClusterState is composed of. Handlers are functions that are given all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.core.attempts import AttemptTable
+from cluster.core.config import ClusterConfig
+from cluster.core.ids import FrontId
+from cluster.core.leases import LeaseLedger
+from cluster.core.limits import NS_PER_S
+from cluster.core.outbox import Outbox
+from cluster.core.queue import RequestQueue
+from cluster.core.requests import RequestTable
+from cluster.core.timers import Timers
+from cluster.core.workers import WorkerRegistry
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """`fronts` has the connected life of each front, by name."""
+
+    config: ClusterConfig
+    outbox: Outbox
+    queue: RequestQueue
+    workers: WorkerRegistry
+    requests: RequestTable = field(default_factory=RequestTable)
+    attempts: AttemptTable = field(default_factory=AttemptTable)
+    leases: LeaseLedger = field(default_factory=LeaseLedger)
+    timers: Timers = field(default_factory=Timers)
+    fronts: dict[str, FrontId] = field(default_factory=dict)
+    num_leases_made: int = 0
+
+    @staticmethod
+    def make(config: ClusterConfig, epoch: int) -> Parts:
+        return Parts(
+            config=config,
+            outbox=Outbox(epoch),
+            queue=RequestQueue(config.coordinator.queue_limit),
+            workers=WorkerRegistry(config),
+        )
+
+    def next_lease_id(self) -> int:
+        """Unique among all lives of the coordinator, and rising."""
+        self.num_leases_made += 1
+        return self.outbox.epoch << 32 | self.num_leases_made
+
+    @property
+    def heartbeat_timeout_ns(self) -> int:
+        return int(self.config.coordinator.heartbeat_timeout_s * NS_PER_S)
+
+    @property
+    def queue_timeout_ns(self) -> int:
+        return int(self.config.coordinator.queue_timeout_s * NS_PER_S)
+
+    @property
+    def lease_ttl_ms(self) -> int:
+        return int(self.config.coordinator.lease_ttl_s * 1000)

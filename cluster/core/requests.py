@@ -1,0 +1,157 @@
+"""Request records: who asked, how long it may take, and which phase it is in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from cluster.core.ids import AttemptId, FrontId, Outcome, WorkerId
+
+
+class Phase(Enum):
+    """Where a request stands.
+
+    QUEUED waits for a place; RESERVING waits for decode's answer to Reserve; PREFILLING has a prompt being read and
+    pushed; DECODING runs on decode alone; LOCAL runs wholly on one decode worker; FINISHED has its last token drawn and
+    waits for the front's RequestDone; WAITING_FRONT has a failed attempt and waits for the front's Resubmit. A request
+    that has ended has no record.
+    """
+
+    QUEUED = "queued"
+    RESERVING = "reserving"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    LOCAL = "local"
+    FINISHED = "finished"
+    WAITING_FRONT = "waiting_front"
+
+
+_NEXT_PHASES: Final[dict[Phase, tuple[Phase, ...]]] = {
+    Phase.QUEUED: (Phase.RESERVING, Phase.LOCAL),
+    Phase.RESERVING: (Phase.PREFILLING, Phase.QUEUED),
+    Phase.PREFILLING: (Phase.DECODING, Phase.FINISHED, Phase.WAITING_FRONT),
+    Phase.DECODING: (Phase.FINISHED, Phase.WAITING_FRONT),
+    Phase.LOCAL: (Phase.FINISHED, Phase.WAITING_FRONT),
+    Phase.FINISHED: (Phase.WAITING_FRONT,),
+    Phase.WAITING_FRONT: (Phase.QUEUED,),
+}
+
+PLACED_PHASES: Final = (Phase.RESERVING, Phase.PREFILLING, Phase.DECODING, Phase.LOCAL, Phase.FINISHED)
+"""Phases in which the request's latest attempt is its current one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an attempt failed, and the outcome it would be if there is no other."""
+
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """One request that has not ended.
+
+    Attributes:
+        rank: order of admission; kept for life.
+        deadline_ns: the client's deadline. phase_deadline_ns: when this phase must be over. None where there is none.
+        queued_ns: when it entered the queue; a refused reservation does not change it.
+        attempt: number of the latest attempt, 0 before the first.
+        num_failures: attempts that failed after the front had heard of them.
+        num_delivered: output tokens its client has, which the next attempt replays.
+        excluded: decode workers not to be asked, until when.
+        waiting_for: why it has no place, in words.
+    """
+
+    request_id: str
+    front: FrontId
+    rank: int
+    num_prompt_tokens: int
+    max_tokens: int
+    priority: int
+    submitted_ns: int
+    queued_ns: int
+    deadline_ns: int | None
+    phase_deadline_ns: int | None
+    phase: Phase = Phase.QUEUED
+    attempt: int = 0
+    num_failures: int = 0
+    num_delivered: int = 0
+    last_failure: Failure | None = None
+    excluded: dict[WorkerId, int] = field(default_factory=dict)
+    waiting_for: str = ""
+
+    @property
+    def attempt_id(self) -> AttemptId:
+        return AttemptId(self.request_id, self.attempt)
+
+    @property
+    def num_read_tokens(self) -> int:
+        """Tokens the next attempt reads before it draws one: the prompt and what has been delivered."""
+        return self.num_prompt_tokens + self.num_delivered
+
+    @property
+    def due_ns(self) -> int | None:
+        """When something must happen if nothing else does. A finished request has met its client's deadline."""
+        if self.deadline_ns is None or self.phase is Phase.FINISHED:
+            return self.phase_deadline_ns
+        if self.phase_deadline_ns is None:
+            return self.deadline_ns
+        return min(self.deadline_ns, self.phase_deadline_ns)
+
+    def enter(self, phase: Phase, phase_deadline_ns: int | None = None) -> None:
+        assert phase in _NEXT_PHASES[self.phase], f"{self.request_id}: {self.phase.name} -> {phase.name}"
+        self.phase = phase
+        self.phase_deadline_ns = phase_deadline_ns
+
+
+class RequestTable:
+    """All requests, by id and by front."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Request] = {}
+        self._by_front: dict[FrontId, dict[str, None]] = {}
+        self._num_ranked = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def next_rank(self) -> int:
+        self._num_ranked += 1
+        return self._num_ranked
+
+    def add(self, request: Request) -> None:
+        assert request.request_id not in self._by_id
+        self._by_id[request.request_id] = request
+        self._by_front.setdefault(request.front, {})[request.request_id] = None
+
+    def remove(self, request_id: str) -> None:
+        request = self._by_id.pop(request_id)
+        siblings = self._by_front[request.front]
+        del siblings[request_id]
+        if not siblings:
+            del self._by_front[request.front]
+
+    def get(self, request_id: str) -> Request | None:
+        return self._by_id.get(request_id)
+
+    def of_front(self, front: FrontId) -> tuple[Request, ...]:
+        """In order of admission."""
+        return tuple(self._by_id[request_id] for request_id in self._by_front.get(front, {}))
+
+    def all(self) -> tuple[Request, ...]:
+        return tuple(self._by_id.values())
+
+    def check_invariants(self) -> None:
+        num_listed = 0
+        for front, request_ids in self._by_front.items():
+            assert request_ids, f"{front} has an empty list"
+            num_listed += len(request_ids)
+            assert all(self._by_id[request_id].front == front for request_id in request_ids)
+        assert num_listed == len(self._by_id)
+        for request in self._by_id.values():
+            assert request.num_failures <= request.attempt
+            assert (request.phase_deadline_ns is not None) == (
+                request.phase in (Phase.QUEUED, Phase.RESERVING, Phase.FINISHED, Phase.WAITING_FRONT)
+            ), f"{request.request_id} in {request.phase.name} must have a phase deadline, or must not"

@@ -1,0 +1,123 @@
+"""Makes the views of `cluster.core.views` from the parts."""
+
+from __future__ import annotations
+
+from cluster.core.handlers.ending import current_attempt
+from cluster.core.leases import Lease
+from cluster.core.limits import HEARTBEATS_PER_TIMEOUT, NS_PER_MS
+from cluster.core.messages import LeaseInfo
+from cluster.core.parts import Parts
+from cluster.core.requests import PLACED_PHASES, Request
+from cluster.core.views import ClusterView, LeaseView, PoolView, RequestView, WorkerView
+from cluster.core.workers import Worker
+
+_SILENT_HEARTBEATS = 3
+"""A worker is shown as silent after so many heartbeats should have come."""
+
+
+def view_cluster(parts: Parts, now_ns: int) -> ClusterView:
+    workers = [_view_worker(parts, worker, now_ns) for worker in parts.workers.all()]
+    pools = tuple(
+        PoolView(
+            name=pool.name,
+            role=pool.role,
+            num_replicas=pool.replicas,
+            workers=tuple(worker for worker in workers if worker.pool == pool.name),
+        )
+        for pool in parts.config.pools
+    )
+    return ClusterView(
+        name=parts.config.name,
+        epoch=parts.outbox.epoch,
+        pools=pools,
+        fronts=tuple(parts.fronts[name] for name in sorted(parts.fronts)),
+        num_requests=len(parts.requests),
+        num_queued=len(parts.queue),
+        num_running=sum(request.phase in PLACED_PHASES for request in parts.requests.all()),
+        num_leases=len(parts.leases),
+    )
+
+
+def view_requests(parts: Parts, now_ns: int) -> tuple[RequestView, ...]:
+    """In order of admission."""
+    return tuple(_view_request(parts, request, now_ns) for request in parts.requests.all())
+
+
+def view_leases(parts: Parts, now_ns: int) -> tuple[LeaseView, ...]:
+    """The ledger, with what the holders last said of each lease; then what only the holders know of."""
+    reported = {
+        (holder, info.lease_id): info for holder in parts.leases.reporters() for info in parts.leases.reported(holder)
+    }
+    views = []
+    for lease in parts.leases.all():
+        info = reported.pop((lease.holder, lease.lease_id), None)
+        views.append(_view_lease(parts, lease, info, now_ns))
+    for (holder, _), info in reported.items():
+        views.append(
+            LeaseView(
+                lease_id=info.lease_id,
+                attempt=info.attempt,
+                side=info.side,
+                holder=holder,
+                peer=info.peer,
+                num_blocks=info.num_blocks,
+                size_bytes=info.size_bytes,
+                age_ms=info.age_ms,
+                remaining_ms=info.remaining_ms,
+                known=False,
+            )
+        )
+    return tuple(views)
+
+
+def _view_lease(parts: Parts, lease: Lease, info: LeaseInfo | None, now_ns: int) -> LeaseView:
+    holder = parts.workers.get(lease.holder)
+    assert holder is not None, "a worker's loss closes its leases"
+    num_blocks = lease.num_blocks if info is None else info.num_blocks
+    return LeaseView(
+        lease_id=lease.lease_id,
+        attempt=lease.attempt_id,
+        side=lease.side.value if info is None else info.side,
+        holder=lease.holder,
+        peer=lease.peer,
+        num_blocks=num_blocks,
+        size_bytes=num_blocks * holder.hello.block_size_bytes,
+        age_ms=(now_ns - lease.opened_ns) // NS_PER_MS,
+        remaining_ms=None if info is None else info.remaining_ms,
+        known=True,
+    )
+
+
+def _view_request(parts: Parts, request: Request, now_ns: int) -> RequestView:
+    attempt = current_attempt(parts, request)
+    prefill = None if attempt is None or attempt.prefill is None else attempt.prefill.worker
+    return RequestView(
+        request_id=request.request_id,
+        front=request.front,
+        phase=request.phase.value,
+        attempt=request.attempt,
+        prefill=prefill,
+        decode=None if attempt is None else attempt.decode.worker,
+        age_ms=(now_ns - request.submitted_ns) // NS_PER_MS,
+        why=request.waiting_for if attempt is None else attempt.why,
+    )
+
+
+def _view_worker(parts: Parts, worker: Worker, now_ns: int) -> WorkerView:
+    hello = worker.hello
+    silent_ns = now_ns - worker.last_heard_ns
+    is_silent = silent_ns * HEARTBEATS_PER_TIMEOUT > parts.heartbeat_timeout_ns * _SILENT_HEARTBEATS
+    return WorkerView(
+        worker=worker.id,
+        pool=hello.pool,
+        role=hello.role,
+        state="silent" if is_silent else "ready",
+        host=hello.host,
+        pid=hello.pid,
+        model=hello.model,
+        token_address=hello.ref.token_address,
+        transports=tuple(dict.fromkeys(endpoint.transport for endpoint in hello.ref.endpoints)),
+        silent_ms=silent_ns // NS_PER_MS,
+        num_legs=worker.num_legs,
+        load=worker.load,
+    )

@@ -1,0 +1,200 @@
+"""The registry of workers: which lives are registered, what each one holds, and which lives are lost for good."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.core.attempts import Leg, LegState
+from cluster.core.config import ClusterConfig, PoolConfig
+from cluster.core.ids import AttemptId, Role, WorkerId
+from cluster.core.limits import MAX_LOST_NAMES, MAX_WORKERS
+from cluster.core.messages import WorkerHello, WorkerLoad
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """One registered life of a worker. Read by placement as `cluster.policy.placement.WorkerLike`.
+
+    `legs` has every leg here of an attempt that is not over; the counts are of those not released. What placement
+    counts with is the coordinator's own book-keeping: exact at once, where a heartbeat comes late.
+    """
+
+    hello: WorkerHello
+    pool: PoolConfig
+    load: WorkerLoad
+    last_heard_ns: int
+    legs: dict[AttemptId, Leg] = field(default_factory=dict)
+    num_legs: int = 0
+    num_promised_blocks: int = 0
+    num_unread_tokens: int = 0
+    num_unreported_tokens: int = 0
+
+    @property
+    def id(self) -> WorkerId:
+        return self.hello.ref.worker
+
+    @property
+    def role(self) -> Role:
+        return self.hello.role
+
+    @property
+    def num_total_blocks(self) -> int:
+        return self.load.blocks.total
+
+    @property
+    def max_running(self) -> int:
+        return self.pool.max_running
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.pool.prefill_chunk_tokens
+
+    @property
+    def ms_per_token(self) -> float:
+        return self.load.step_ms_per_token
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Prompt tokens to be read here before a new prompt's.
+
+        What was assigned and is not done counts whole; the last heartbeat knows how much of it has been read since.
+        """
+        return min(self.num_unread_tokens, self.load.waiting_prefill_tokens + self.num_unreported_tokens)
+
+    def take(self, leg: Leg) -> None:
+        assert leg.attempt_id not in self.legs and not leg.is_released
+        self.legs[leg.attempt_id] = leg
+        self.num_legs += 1
+        self.num_promised_blocks += leg.num_blocks
+        self.num_unread_tokens += leg.num_unread_tokens
+        self.num_unreported_tokens += leg.num_unread_tokens
+
+    def mark_read(self, leg: Leg) -> None:
+        """The leg's prompt has been read, or never will be."""
+        self.num_unread_tokens -= leg.num_unread_tokens
+        if leg.unreported:
+            self.num_unreported_tokens -= leg.num_unread_tokens
+        leg.num_unread_tokens = 0
+
+    def release(self, leg: Leg) -> None:
+        """The leg holds nothing here any more."""
+        assert not leg.is_released
+        self.mark_read(leg)
+        leg.state = LegState.RELEASED
+        self.num_legs -= 1
+        self.num_promised_blocks -= leg.num_blocks
+
+    def hear(self, load: WorkerLoad) -> None:
+        """A heartbeat. Its numbers are taken to include every leg that the worker has been told of."""
+        self.load = load
+        for leg in self.legs.values():
+            if leg.unreported and leg.state is not LegState.PLANNED:
+                leg.unreported = False
+                self.num_unreported_tokens -= leg.num_unread_tokens
+
+    def check_invariants(self) -> None:
+        held = [leg for leg in self.legs.values() if not leg.is_released]
+        assert self.num_legs == len(held)
+        assert self.num_promised_blocks == sum(leg.num_blocks for leg in held)
+        assert self.num_unread_tokens == sum(leg.num_unread_tokens for leg in held)
+        assert self.num_unreported_tokens == sum(leg.num_unread_tokens for leg in held if leg.unreported)
+        assert all(leg.worker == self.id for leg in self.legs.values())
+
+
+class WorkerRegistry:
+    """Registered lives by name, at most one a name, and for each name the newest life that was lost."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._by_name: dict[str, Worker] = {}
+        self._by_role: dict[Role, dict[str, Worker]] = {role: {} for role in Role}
+        self._lost: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def get(self, worker_id: WorkerId) -> Worker | None:
+        """That life, if it is registered."""
+        worker = self._by_name.get(worker_id.name)
+        return worker if worker is not None and worker.id == worker_id else None
+
+    def named(self, name: str) -> Worker | None:
+        return self._by_name.get(name)
+
+    def with_role(self, role: Role) -> dict[str, Worker]:
+        """By name; not to be changed."""
+        return self._by_role[role]
+
+    def all(self) -> tuple[Worker, ...]:
+        """Ordered by name."""
+        return tuple(self._by_name[name] for name in sorted(self._by_name))
+
+    def is_lost(self, worker_id: WorkerId) -> bool:
+        """Whether that life, or a later one of its name, has been lost."""
+        return worker_id.incarnation <= self._lost.get(worker_id.name, -1)
+
+    def refusal(self, hello: WorkerHello) -> str | None:
+        """Why this worker may not register, with both sides' values; None if it may.
+
+        A registered older life of the same name is no obstacle: the caller declares it lost.
+        """
+        life = hello.ref.worker
+        if self.is_lost(life):
+            return f"{life} was given up for lost; only a later life may register"
+        present = self._by_name.get(life.name)
+        if present is not None and present.id.incarnation > life.incarnation:
+            return f"{life} is older than {present.id}, which is registered"
+        if present is None and len(self._by_name) >= MAX_WORKERS:
+            return f"{len(self._by_name)} workers are registered, which is the limit"
+        return self._pool_refusal(hello) or self._layout_refusal(hello)
+
+    def add(self, hello: WorkerHello, now_ns: int) -> Worker:
+        """Registers a life that `refusal` accepts. No other life of its name may be registered."""
+        pool = self._config.pool(hello.pool)
+        assert pool is not None and hello.ref.worker.name not in self._by_name
+        worker = Worker(hello=hello, pool=pool, load=hello.load, last_heard_ns=now_ns)
+        self._by_name[worker.id.name] = worker
+        self._by_role[worker.role][worker.id.name] = worker
+        return worker
+
+    def lose(self, worker_id: WorkerId) -> Worker | None:
+        """Marks that life as lost for good and removes it. Returns it if it was registered."""
+        newest = max(worker_id.incarnation, self._lost.pop(worker_id.name, -1))
+        self._lost[worker_id.name] = newest
+        if len(self._lost) > MAX_LOST_NAMES:
+            del self._lost[next(iter(self._lost))]
+        worker = self.get(worker_id)
+        if worker is not None:
+            del self._by_name[worker_id.name]
+            del self._by_role[worker.role][worker_id.name]
+        return worker
+
+    def check_invariants(self) -> None:
+        assert len(self._by_name) == sum(len(workers) for workers in self._by_role.values())
+        for name, worker in self._by_name.items():
+            assert worker.id.name == name
+            assert self._by_role[worker.role].get(name) is worker
+            assert not self.is_lost(worker.id) or self._lost[name] > worker.id.incarnation
+            worker.check_invariants()
+
+    def _pool_refusal(self, hello: WorkerHello) -> str | None:
+        pool = self._config.pool(hello.pool)
+        if pool is None:
+            names = ", ".join(pool.name for pool in self._config.pools)
+            return f"pool {hello.pool!r} is not in the cluster file, which has {names}"
+        if pool.role is not hello.role:
+            return f"the worker's role is {hello.role.value}, that of pool {pool.name!r} is {pool.role.value}"
+        if hello.block_size != self._config.kv.block_size:
+            return f"the worker's block size is {hello.block_size}, the cluster's is {self._config.kv.block_size}"
+        return None
+
+    def _layout_refusal(self, hello: WorkerHello) -> str | None:
+        """Workers pair only if their KV means the same. The first one registered sets what that is."""
+        others = (worker for worker in self._by_name.values() if worker.id.name != hello.ref.worker.name)
+        other = next(others, None)
+        if other is None or other.hello.compatibility == hello.compatibility:
+            return None
+        return (
+            f"KV does not match: {hello.ref.worker} has {hello.compatibility} ({hello.compatibility_details}), "
+            f"{other.id} has {other.hello.compatibility} ({other.hello.compatibility_details})"
+        )
