@@ -1,0 +1,87 @@
+"""What the command line says when something goes wrong, and with which exit code."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Final, NoReturn, ParamSpec
+
+import typer
+
+from cluster.core.errors import BatonError, ConfigError, StartupError, UnreachableError
+from cluster.live.run_processes import LeftoverError
+
+OK: Final = 0
+FAILED: Final = 1
+INVALID: Final = 2
+NOT_FOUND: Final = 3
+TRY_LATER: Final = 4
+INTERRUPTED: Final = 130
+BROKEN_PIPE: Final = 141
+
+EXIT_CODES: Final = """\b
+Exit codes:
+  0    done
+  1    the cluster or the request failed
+  2    wrong usage or invalid input; nothing was started or changed
+  3    no cluster is running, it cannot be reached, or there is no such thing
+  4    refused for now: the cluster is full, or the deadline passed; try again later
+  130  interrupted by Ctrl-C; what was started has been taken down
+"""
+
+ParamsT = ParamSpec("ParamsT")
+
+
+class CommandError(Exception):
+    """Ends a command: one line for the user, and the exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        self.exit_code = exit_code
+        super().__init__(message)
+
+
+def fail(message: str, exit_code: int) -> NoReturn:
+    raise CommandError(message, exit_code)
+
+
+def exit_code_of(error: BatonError) -> int:
+    if isinstance(error, ConfigError):
+        return INVALID
+    if isinstance(error, UnreachableError):
+        return NOT_FOUND
+    assert isinstance(error, StartupError), f"{type(error).__name__} is not raised on this side of the wire"
+    return FAILED
+
+
+def reports_errors(command: Callable[ParamsT, None]) -> Callable[ParamsT, None]:
+    """Turns what a command raises into one line on stderr and an exit code. Bugs keep their traceback."""
+
+    @functools.wraps(command)
+    def guarded(*args: ParamsT.args, **kwargs: ParamsT.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+            sys.stdout.flush()
+        except CommandError as error:
+            say_error(str(error))
+            raise typer.Exit(error.exit_code) from error
+        except BatonError as error:
+            say_error(str(error))
+            raise typer.Exit(exit_code_of(error)) from error
+        except LeftoverError as error:
+            say_error(str(error))
+            raise typer.Exit(FAILED) from error
+        except KeyboardInterrupt as interrupt:
+            say_error("interrupted")
+            raise typer.Exit(INTERRUPTED) from interrupt
+        except BrokenPipeError as error:
+            # The reader of our output has left, as `head` does. Nothing must be flushed to it at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(BROKEN_PIPE) from error
+
+    return guarded
+
+
+def say_error(message: str) -> None:
+    print(f"baton: {message}", file=sys.stderr, flush=True)

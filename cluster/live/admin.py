@@ -1,0 +1,84 @@
+"""The coordinator's views as protobuf."""
+
+from __future__ import annotations
+
+from baton.v1 import admin_pb2
+from cluster.core.config import ClusterConfig
+from cluster.core.messages import BlockCounts
+from cluster.core.views import ClusterView, LeaseView, PoolView, WorkerView
+
+
+def status_response(config: ClusterConfig, view: ClusterView, uptime_ns: int) -> admin_pb2.GetStatusResponse:
+    return admin_pb2.GetStatusResponse(
+        cluster=view.name,
+        model=_model_name(config, view),
+        epoch=view.epoch,
+        pools=[_pool_status(pool) for pool in view.pools],
+        num_queued=view.num_queued,
+        num_running=view.num_running,
+        num_fronts=len(view.fronts),
+        uptime_s=uptime_ns / 1e9,
+    )
+
+
+def leases_response(leases: tuple[LeaseView, ...]) -> admin_pb2.GetLeasesResponse:
+    return admin_pb2.GetLeasesResponse(leases=[_lease_status(lease) for lease in leases])
+
+
+def _model_name(config: ClusterConfig, view: ClusterView) -> str:
+    """As the workers call it; what the file says until one has registered."""
+    names = [worker.model for pool in view.pools for worker in pool.workers]
+    return names[0] if names else config.model.preset or config.model.path or ""
+
+
+def _pool_status(pool: PoolView) -> admin_pb2.PoolStatus:
+    return admin_pb2.PoolStatus(
+        name=pool.name,
+        role=pool.role.value,
+        wanted_replicas=pool.num_replicas,
+        workers=[_worker_status(worker) for worker in pool.workers],
+    )
+
+
+def _worker_status(worker: WorkerView) -> admin_pb2.WorkerStatus:
+    return admin_pb2.WorkerStatus(
+        name=worker.worker.name,
+        role=worker.role.value,
+        state=worker.state,
+        incarnation=worker.worker.incarnation,
+        pid=worker.pid,
+        host=worker.host,
+        num_running=worker.load.num_running,
+        num_waiting=worker.load.num_waiting,
+        blocks=_block_counts(worker.blocks),
+        heartbeat_age_ms=worker.silent_ms,
+        token_address=worker.token_address,
+        transports=worker.transports,
+    )
+
+
+def _block_counts(blocks: BlockCounts) -> admin_pb2.BlockCounts:
+    return admin_pb2.BlockCounts(
+        total=blocks.total,
+        free=blocks.free,
+        active=blocks.active,
+        cached=blocks.cached,
+        reserved=blocks.reserved,
+        quarantined=blocks.quarantined,
+    )
+
+
+def _lease_status(lease: LeaseView) -> admin_pb2.LeaseStatus:
+    return admin_pb2.LeaseStatus(
+        lease_id=lease.lease_id,
+        request_id=lease.attempt.request_id,
+        attempt=lease.attempt.attempt,
+        worker=str(lease.holder),
+        peer=str(lease.peer),
+        side=lease.side,
+        num_blocks=lease.num_blocks,
+        size_bytes=lease.size_bytes,
+        age_ms=lease.age_ms,
+        # A lease just granted has not been reported by its holder.
+        remaining_ms=lease.remaining_ms or 0,
+    )

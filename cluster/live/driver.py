@@ -1,0 +1,177 @@
+"""The driver of ClusterState: brings it events and the time, and carries out its effects, in order.
+
+Everything here runs on one event loop's thread and nothing waits, so events are handled one after the other and the
+effects of one are carried out before the next is looked at. Bodies of requests (prompt ids, parameters) stay here, as
+the protobuf messages they came as; the state knows only their request ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from baton.v1 import control_pb2
+from cluster.core import effects, events
+from cluster.core.ids import FrontId, WorkerId
+from cluster.core.messages import FrontMessage, Resubmit, Submit, WorkerMessage, WorkerRefused
+from cluster.core.state import ClusterState
+from cluster.live.outgoing import OutgoingStream
+from cluster.wire.codec import encode_command, encode_to_front
+
+logger = logging.getLogger(__name__)
+
+FrontStream = OutgoingStream[control_pb2.ToFrontEnvelope]
+WorkerStream = OutgoingStream[control_pb2.Command]
+EndWorker = Callable[[WorkerId, str], None]
+"""Ends the process of that life of a worker, if it still runs; must not wait."""
+
+
+class Driver:
+    """Feeds one ClusterState.
+
+    Args:
+        state: owned by the driver from now on.
+        end_worker: called for each life that is given up.
+        clock_ns: monotonic time.
+    """
+
+    def __init__(
+        self, state: ClusterState, end_worker: EndWorker, clock_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self.state = state
+        self._end_worker = end_worker
+        self._clock_ns = clock_ns
+        self._fronts: dict[FrontId, FrontStream] = {}
+        self._workers: dict[WorkerId, WorkerStream] = {}
+        self._bodies: dict[str, control_pb2.RequestBody] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises what the state machine raised: a bug, after which its state cannot be trusted."""
+
+    @property
+    def num_bodies(self) -> int:
+        return len(self._bodies)
+
+    @property
+    def num_fronts(self) -> int:
+        return len(self._fronts)
+
+    def now_ns(self) -> int:
+        return self._clock_ns()
+
+    # ---- fronts ----
+
+    def front_joined(self, front: FrontId, stream: FrontStream) -> None:
+        """A stream of that life of a front; one that it already has is over."""
+        older = self._fronts.get(front)
+        if older is not None:
+            self.front_left(front, older)
+        self._fronts[front] = stream
+
+    def front_said(self, front: FrontId, message: FrontMessage, body: control_pb2.RequestBody | None) -> None:
+        # The first Submit of an id counts, and a Resubmit only of a request that is known: anything else would leave a
+        # body behind that no effect ever drops.
+        if body is not None:
+            if isinstance(message, Submit):
+                self._bodies.setdefault(message.request_id, body)
+            elif isinstance(message, Resubmit) and message.request_id in self._bodies:
+                self._bodies[message.request_id] = body
+        self._handle(events.FromFront(front=front, message=message))
+
+    def front_left(self, front: FrontId, stream: FrontStream) -> None:
+        """That stream has ended; does nothing if a newer one has taken its place."""
+        stream.close()
+        if self._fronts.get(front) is stream:
+            del self._fronts[front]
+            self._handle(events.FrontGone(front=front))
+
+    # ---- workers ----
+
+    def worker_joined(self, worker: WorkerId, stream: WorkerStream) -> None:
+        """A stream of that life of a worker; one that it already has is over, and so, then, is that life."""
+        older = self._workers.get(worker)
+        if older is not None:
+            self.worker_left(worker, older, "it connected a second time")
+        self._workers[worker] = stream
+
+    def worker_said(self, worker: WorkerId, message: WorkerMessage) -> None:
+        self._handle(events.FromWorker(worker=worker, message=message))
+
+    def worker_left(self, worker: WorkerId, stream: WorkerStream, reason: str) -> None:
+        stream.close()
+        if self._workers.get(worker) is stream:
+            del self._workers[worker]
+            self._handle(events.WorkerGone(worker=worker, reason=reason))
+
+    # ---- the state machine ----
+
+    def close(self) -> None:
+        """Ends all streams. The driver must not be used any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for front_stream in self._fronts.values():
+            front_stream.close()
+        for worker_stream in self._workers.values():
+            worker_stream.close()
+        self._fronts.clear()
+        self._workers.clear()
+
+    def check_invariants(self) -> None:
+        self.state.check_invariants()
+        assert all(not stream.closed or stream.overflowed for stream in self._fronts.values())
+
+    def _handle(self, event: events.Event) -> None:
+        if self.failure.done():
+            return
+        try:
+            for effect in self.state.handle(self._clock_ns(), event):
+                self._carry_out(effect)
+        except Exception as error:
+            logger.exception("the state machine failed on %s", type(event).__name__)
+            self.failure.set_exception(error)
+            return
+        self._set_timer()
+
+    def _carry_out(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.ToWorker():
+                self._to_worker(effect)
+            case effects.ToFront():
+                front_stream = self._fronts.get(effect.front)
+                if front_stream is not None:
+                    front_stream.send(encode_to_front(effect.message))
+            case effects.DropBody():
+                self._bodies.pop(effect.request_id, None)
+            case effects.GiveUpWorker():
+                self._give_up(effect)
+
+    def _to_worker(self, effect: effects.ToWorker) -> None:
+        stream = self._workers.get(effect.worker)
+        if stream is None:
+            return
+        body = None if effect.body_of is None else self._bodies[effect.body_of]
+        stream.send(encode_command(effect.command, body))
+        if isinstance(effect.command.body, WorkerRefused):
+            stream.close()
+
+    def _give_up(self, effect: effects.GiveUpWorker) -> None:
+        logger.warning("worker %s is given up: %s", effect.worker, effect.reason)
+        stream = self._workers.pop(effect.worker, None)
+        if stream is not None:
+            stream.close()
+        self._end_worker(effect.worker, effect.reason)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline_ns = self.state.next_deadline_ns()
+        if deadline_ns is not None:
+            delay_s = max(0.0, (deadline_ns - self._clock_ns()) / 1e9)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._handle(events.Tick())

@@ -1,0 +1,94 @@
+"""What a cluster file comes to: which processes there will be, under which names, on which ports."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.core.config import ClusterConfig, PoolConfig
+from cluster.live.config_file import ClusterFile
+from cluster.live.preflight import ModelFacts
+from cluster.wire.channels import LOOPBACK
+
+COORDINATOR_NAME = "coordinator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """One worker. `cores`: core ids it is pinned to, None for none."""
+
+    name: str
+    pool: PoolConfig
+    cores: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontPlan:
+    name: str
+    host: str
+    port: int
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """Attributes:
+    model_dir: absolute. max_model_tokens: the longest sequence to be served.
+    host: the address that the coordinator listens on. Where it is not loopback, each worker takes its own machine's.
+    coordinator_port: fixed, since a coordinator that is started anew must be found where the last one was.
+    """
+
+    config: ClusterConfig
+    model_dir: Path
+    max_model_tokens: int
+    host: str
+    coordinator_port: int
+    workers: tuple[WorkerPlan, ...]
+    fronts: tuple[FrontPlan, ...]
+
+    @property
+    def coordinator_address(self) -> str:
+        return f"{self.host}:{self.coordinator_port}"
+
+    @property
+    def num_cpus(self) -> int:
+        """CPU threads that all workers compute with."""
+        return sum(worker.pool.threads for worker in self.workers)
+
+
+def make_plan(file: ClusterFile, facts: ModelFacts, host: str = LOOPBACK) -> ClusterPlan:
+    """Chooses the ports that the file leaves open; nothing is started."""
+    config = file.config
+    ports = free_ports(1 + (config.front.replicas if config.front.port == 0 else 0))
+    front_ports = ports[1:] or [config.front.port + i for i in range(config.front.replicas)]
+    return ClusterPlan(
+        config=config,
+        model_dir=facts.directory.resolve(),
+        max_model_tokens=facts.max_model_tokens,
+        host=host,
+        coordinator_port=ports[0],
+        workers=tuple(
+            WorkerPlan(name=f"{pool.name}-{i}", pool=pool, cores=pool.cores[i] if pool.cores else None)
+            for pool in config.pools
+            for i in range(pool.replicas)
+        ),
+        fronts=tuple(
+            FrontPlan(name=f"front-{i}", host=config.front.host, port=port) for i, port in enumerate(front_ports)
+        ),
+    )
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports that were free a moment ago."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()

@@ -1,0 +1,226 @@
+"""What can be found wrong with a cluster file before anything is started: model, memory, ports, cores."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from cluster.core.config import ClusterConfig, ModelConfig, PoolConfig
+from cluster.live.config_file import ClusterFile
+from engine.model import config as model_files
+from engine.model.importer import SMOLLM2_DIRECTORY_NAME, is_complete
+from kv_transfer.protocol.layout import DTYPE_SIZE_BYTES, KVLayout, LayerGroup
+
+WORKER_BYTES: Final = 700 * 10**6
+"""What a worker uses at most besides its weights and its pool."""
+CONTROL_PLANE_BYTES: Final = 1_200 * 10**6
+"""Ray's own processes, the coordinator and one front."""
+PRESET_DIRECTORIES: Final = {"smollm2-135m-instruct": SMOLLM2_DIRECTORY_NAME}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """Attributes:
+    directory: of the model's files.
+    weights_bytes: size of the weights once loaded in the configured dtype.
+    block_bytes: size of one KV block.
+    max_model_tokens: the longest sequence to be served.
+    """
+
+    directory: Path
+    weights_bytes: int
+    block_bytes: int
+    max_model_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryNeed:
+    """What the workers of one machine need: of each pool (replicas, bytes of one worker)."""
+
+    fixed_bytes: int
+    pools: tuple[tuple[PoolConfig, int], ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return self.fixed_bytes + sum(pool.replicas * worker_bytes for pool, worker_bytes in self.pools)
+
+
+def model_directory(model: ModelConfig, folder: Path, models_dir: Path) -> Path:
+    """Where the model's files should be; relative paths start at `folder`."""
+    if model.preset is not None:
+        return models_dir / PRESET_DIRECTORIES[model.preset]
+    assert model.path is not None
+    return folder / Path(model.path).expanduser()
+
+
+def check_model(file: ClusterFile, models_dir: Path) -> ModelFacts:
+    """Reads the model's shape. Raises ConfigError where it is missing, unreadable, or does not fit the file."""
+    model = file.config.model
+    directory = model_directory(model, file.folder, models_dir)
+    if model.preset is not None and not is_complete(directory):
+        raise file.error(
+            ("model", "preset"),
+            f"{model.preset}, which is not at {directory}",
+            "an imported model",
+            hint="import it once with: baton model import",
+        )
+    key = ("model", "path") if model.path is not None else ("model", "preset")
+    try:
+        shape = model_files.ModelConfig.from_directory(directory)
+        stored_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    except (OSError, ValueError) as error:
+        raise file.error(key, str(error), "a Hugging Face model directory that Baton can serve") from error
+    if stored_bytes == 0:
+        raise file.error(key, f"no *.safetensors in {directory}", "a model directory with its weights")
+    if not (directory / "tokenizer.json").is_file():
+        raise file.error(key, f"no tokenizer.json in {directory}", "a model directory with its tokenizer")
+    layout = KVLayout(
+        groups=(LayerGroup(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim),),
+        block_size=file.config.kv.block_size,
+        dtype=model.dtype,
+    )
+    facts = ModelFacts(
+        directory=directory,
+        weights_bytes=stored_bytes * DTYPE_SIZE_BYTES[model.dtype] // DTYPE_SIZE_BYTES[shape.dtype],
+        block_bytes=layout.block_size_bytes,
+        max_model_tokens=model.max_model_tokens or shape.max_position_embeddings,
+    )
+    _check_context(file, facts, shape.max_position_embeddings)
+    return facts
+
+
+def num_kv_blocks(pool: PoolConfig, block_bytes: int) -> int:
+    """Blocks of one worker's pool."""
+    if pool.kv_blocks is not None:
+        return pool.kv_blocks
+    assert pool.kv_bytes is not None
+    return pool.kv_bytes // block_bytes
+
+
+def check_memory(file: ClusterFile, facts: ModelFacts, available_bytes: int | None = None) -> None:
+    """Raises ConfigError where this machine cannot hold all workers; the message says what would fit.
+
+    Args:
+        available_bytes: None asks the system.
+    """
+    available = psutil.virtual_memory().available if available_bytes is None else available_bytes
+    need = memory_need(file.config, facts)
+    if need.total_bytes <= available:
+        return
+    parts = ", ".join(f"{pool.replicas} x {_gib(worker_bytes)} in {pool.name}" for pool, worker_bytes in need.pools)
+    raise file.error(
+        ("pools",),
+        f"workers that need {_gib(need.total_bytes)} ({parts}, {_gib(need.fixed_bytes)} for the rest)",
+        f"at most {_gib(available)}, which this machine has available",
+        hint=what_fits(file.config, facts, available),
+    )
+
+
+def memory_need(config: ClusterConfig, facts: ModelFacts) -> MemoryNeed:
+    fixed_worker_bytes = facts.weights_bytes + WORKER_BYTES
+    return MemoryNeed(
+        fixed_bytes=CONTROL_PLANE_BYTES,
+        pools=tuple(
+            (pool, fixed_worker_bytes + num_kv_blocks(pool, facts.block_bytes) * facts.block_bytes)
+            for pool in config.pools
+        ),
+    )
+
+
+def what_fits(config: ClusterConfig, facts: ModelFacts, available_bytes: int) -> str:
+    """A sentence: the pool size that would fit with as many workers, or the workers that would fit."""
+    num_workers = sum(pool.replicas for pool in config.pools)
+    left_bytes = available_bytes - CONTROL_PLANE_BYTES
+    per_worker_bytes = left_bytes // num_workers - facts.weights_bytes - WORKER_BYTES
+    least_bytes = _least_blocks(facts, config.kv.block_size) * facts.block_bytes
+    if per_worker_bytes >= least_bytes:
+        return f"kv_memory: {per_worker_bytes // 2**20}MiB in every pool would fit"
+    fitting = max(0, left_bytes) // (facts.weights_bytes + WORKER_BYTES + least_bytes)
+    if fitting >= 2:
+        return f"at most {fitting} workers would fit, with kv_memory: {-(-least_bytes // 2**20)}MiB each"
+    return "this machine is too small for one prefill and one decode worker of this model"
+
+
+def check_ports(file: ClusterFile) -> None:
+    """Raises ConfigError where a front's port cannot be listened on."""
+    front = file.config.front
+    if front.port == 0:
+        return
+    for port in range(front.port, front.port + front.replicas):
+        reason = _why_not_bindable(front.host, port)
+        if reason is not None:
+            raise file.error(
+                ("front", "port"),
+                f"{front.host}:{port}, where nothing can listen ({reason})",
+                "a free port",
+                hint="0 takes any free one",
+            )
+
+
+def check_cores(file: ClusterFile, allowed: frozenset[int] | None = None) -> None:
+    """Raises ConfigError where a worker is to be pinned to a core that this machine does not have."""
+    present = frozenset(os.sched_getaffinity(0)) if allowed is None else allowed
+    for i, pool in enumerate(file.config.pools):
+        for j, cores in enumerate(pool.cores or ()):
+            missing = [core for core in cores if core not in present]
+            if missing:
+                raise file.error(
+                    ("pools", i, "cores", j), f"core {missing[0]}", f"cores of this machine: {_ranges(sorted(present))}"
+                )
+
+
+def _check_context(file: ClusterFile, facts: ModelFacts, model_limit: int) -> None:
+    if facts.max_model_tokens > model_limit:
+        raise file.error(
+            ("model", "max_model_tokens"), str(facts.max_model_tokens), f"at most the model's own {model_limit}"
+        )
+    needed = _least_blocks(facts, file.config.kv.block_size)
+    for i, pool in enumerate(file.config.pools):
+        blocks = num_kv_blocks(pool, facts.block_bytes)
+        if blocks < needed:
+            key = "kv_blocks" if pool.kv_blocks is not None else "kv_memory"
+            needed_mib = -(-needed * facts.block_bytes // 2**20)
+            raise file.error(
+                ("pools", i, key),
+                f"a pool of {blocks} blocks",
+                f"at least {needed} ({needed_mib}MiB), to hold one sequence of {facts.max_model_tokens} tokens",
+                hint="or a smaller model.max_model_tokens",
+            )
+
+
+def _least_blocks(facts: ModelFacts, block_size: int) -> int:
+    return -(-facts.max_model_tokens // block_size)
+
+
+def _why_not_bindable(host: str, port: int) -> str | None:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with closing(socket.socket(family, kind, protocol)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            # Another process may be bound without listening yet, or listen with address reuse: listening settles it.
+            probe.listen(1)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f}GiB"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`[0, 1, 2, 5]` as `0-2, 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
