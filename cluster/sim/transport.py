@@ -155,6 +155,7 @@ class SimTransport:
         self._writes: dict[int, _Write] = {}
         self._num_writes = 0
         self._busy_until_ns: dict[PeerId, int] = {}
+        self._last_notice_ns: dict[PeerId, int] = {}
         self._is_closed = False
         fabric.transports[me] = self
         process.on_exit(lambda _reason: self._die())
@@ -351,12 +352,19 @@ class SimTransport:
             message = replace(message, checksums=tuple(write.sums))
         num_notices = 0 if fabric.hits(faults.lose_notice) else 2 if fabric.hits(faults.repeat_notice) else 1
         for _ in range(num_notices):
-            delay_ns = fabric.latency_ns()
-            if fabric.hits(faults.delay_notice):
-                delay_ns += int(fabric.random.random() * MAX_FAULT_DELAY_NS)
+            delay_ns = self._notice_delay_ns(target.me)
             target._after(delay_ns, lambda: target._notified(write.link, message))
         if fabric.hits(faults.cut):
             self.cut(target.me)
+
+    def _notice_delay_ns(self, peer: PeerId) -> int:
+        """Notices keep their order, unless a fault delays one past those after it."""
+        fabric, now_ns = self._fabric, self._fabric.kernel.now_ns
+        if fabric.hits(fabric.faults.delay_notice):
+            return int(fabric.random.random() * MAX_FAULT_DELAY_NS)
+        arrival_ns = max(now_ns + fabric.latency_ns(), self._last_notice_ns.get(peer, 0))
+        self._last_notice_ns[peer] = arrival_ns
+        return arrival_ns - now_ns
 
     def _notified(self, link: _Link, message: PushMessage) -> None:
         sender = link.other(self).me
