@@ -19,8 +19,12 @@ FINISHED_TIMEOUT_NS: Final = 120 * NS_PER_S
 """A finished request waits so long for the front's RequestDone. Workers keep nothing of it meanwhile."""
 RELEASE_TIMEOUT_NS: Final = 30 * NS_PER_S
 """A worker that has not released a cancelled leg by then is given up: nothing may stay held for ever."""
+UNKNOWN_ATTEMPT: Final = "the coordinator does not know it"
+"""Reason given with the cancellation of a leg that only its worker knows of."""
 MAX_LIVE_REQUESTS: Final = 100_000
 """Requests the coordinator knows at once, waiting and running together."""
+MAX_REMEMBERED_ATTEMPTS: Final = 100_000
+"""Forgotten requests whose number of attempts is remembered; the oldest are forgotten for good."""
 MAX_WORKERS: Final = 4096
 """Workers registered at once."""
 MAX_LOST_NAMES: Final = 16_384

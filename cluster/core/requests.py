@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Final
 
 from cluster.core.ids import AttemptId, FrontId, Outcome, WorkerId
+from cluster.core.limits import MAX_REMEMBERED_ATTEMPTS
 
 
 class Phase(Enum):
@@ -110,6 +111,7 @@ class RequestTable:
     """All requests, by id and by front."""
 
     def __init__(self) -> None:
+        self._last_attempts: dict[str, int] = {}
         self._by_id: dict[str, Request] = {}
         self._by_front: dict[FrontId, dict[str, None]] = {}
         self._num_ranked = 0
@@ -128,6 +130,11 @@ class RequestTable:
 
     def remove(self, request_id: str) -> None:
         request = self._by_id.pop(request_id)
+        if request.attempt:
+            self._last_attempts.pop(request_id, None)
+            self._last_attempts[request_id] = request.attempt
+            if len(self._last_attempts) > MAX_REMEMBERED_ATTEMPTS:
+                del self._last_attempts[next(iter(self._last_attempts))]
         siblings = self._by_front[request.front]
         del siblings[request_id]
         if not siblings:
@@ -135,6 +142,14 @@ class RequestTable:
 
     def get(self, request_id: str) -> Request | None:
         return self._by_id.get(request_id)
+
+    def last_attempt(self, request_id: str) -> int:
+        """Number of the last attempt of a forgotten request, 0 if it had none.
+
+        A front that lost its stream submits again what it has not seen placed; the workers may still remember the
+        attempts made before that, so their numbers must not come again.
+        """
+        return self._last_attempts.get(request_id, 0)
 
     def of_front(self, front: FrontId) -> tuple[Request, ...]:
         """In order of admission."""

@@ -32,7 +32,8 @@ def on_front_hello(parts: Parts, now_ns: int, front: FrontId, message: FrontHell
     parts.fronts[front.name] = front
     parts.outbox.to_front(front, FrontWelcome(epoch=parts.outbox.epoch))
     for live in message.live:
-        _end_unknown(parts, front, live.request_id)
+        if live.attempt:  # one that was never placed is submitted again, now that the front is welcome
+            _end_unknown(parts, front, live.request_id)
 
 
 def on_front_gone(parts: Parts, now_ns: int, front: FrontId) -> None:
@@ -74,6 +75,7 @@ def on_submit(parts: Parts, now_ns: int, front: FrontId, message: Submit) -> Non
         queued_ns=now_ns,
         deadline_ns=None if message.deadline_ms is None else now_ns + message.deadline_ms * NS_PER_MS,
         phase_deadline_ns=now_ns + parts.queue_timeout_ns,
+        attempt=parts.requests.last_attempt(message.request_id),
     )
     parts.requests.add(request)
     enqueue(parts, request)

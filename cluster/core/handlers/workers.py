@@ -5,7 +5,7 @@ from __future__ import annotations
 from cluster.core.attempts import LegState
 from cluster.core.handlers.ending import attempt_timer, fail_attempt, is_needed, retire_if_over, withdraw_attempt
 from cluster.core.ids import AttemptId, Outcome, WorkerId
-from cluster.core.limits import HEARTBEATS_PER_TIMEOUT, MAX_HEARTBEAT_MS, NS_PER_MS, RELEASE_TIMEOUT_NS
+from cluster.core.limits import HEARTBEATS_PER_TIMEOUT, MAX_HEARTBEAT_MS, NS_PER_MS, RELEASE_TIMEOUT_NS, UNKNOWN_ATTEMPT
 from cluster.core.messages import CancelLeg, Heartbeat, PeerFenced, PeerLost, WorkerHello, WorkerRefused, WorkerWelcome
 from cluster.core.parts import Parts
 from cluster.core.requests import Failure, Phase
@@ -31,7 +31,7 @@ def on_worker_hello(parts: Parts, now_ns: int, sender: WorkerId, message: Worker
     parts.outbox.to_worker(sender, WorkerWelcome(heartbeat_ms=max(1, min(heartbeat_ms, MAX_HEARTBEAT_MS))))
     for attempt_id in message.inventory:
         if parts.attempts.get(attempt_id) is None:
-            parts.outbox.to_worker(sender, CancelLeg(attempt=attempt_id, reason="the coordinator does not know it"))
+            parts.outbox.to_worker(sender, CancelLeg(attempt=attempt_id, reason=UNKNOWN_ATTEMPT))
 
 
 def on_heartbeat(parts: Parts, sender: Worker, message: Heartbeat) -> None:
@@ -41,7 +41,7 @@ def on_heartbeat(parts: Parts, sender: Worker, message: Heartbeat) -> None:
     for info in message.leases:
         if info.attempt in sender.legs:
             continue
-        parts.outbox.to_worker(sender.id, CancelLeg(attempt=info.attempt, reason="the coordinator does not know it"))
+        parts.outbox.to_worker(sender.id, CancelLeg(attempt=info.attempt, reason=UNKNOWN_ATTEMPT))
         if parts.workers.is_lost(info.peer):
             parts.outbox.to_worker(sender.id, PeerLost(peer=info.peer))
 

@@ -1,0 +1,33 @@
+"""ClusterState: a front loses its stream and comes back while its requests are on their way. Found by the simulator."""
+
+from __future__ import annotations
+
+from cluster.core.ids import AttemptId
+from cluster.core.messages import EndRequest, FrontHello, FrontWelcome, LiveRequest, RunLocal
+from tests.support.coordinator import D0, FRONT, Bench, make_config, only
+
+
+def test_a_request_that_was_never_placed_is_not_ended_when_its_front_announces_it() -> None:
+    """The front submits it again once it is welcome; an EndRequest would cross that Submit and leave it orphaned."""
+    bench = Bench()
+    placed = LiveRequest(request_id="placed", attempt=2, num_delivered=1)
+    waiting = LiveRequest(request_id="waiting", attempt=0, num_delivered=0)
+    bench.front_says(FrontHello(front=FRONT, address="f:1", live=(placed, waiting)))
+    welcome, *ends = bench.said()
+    assert isinstance(welcome, FrontWelcome)
+    assert [end.request_id for end in ends if isinstance(end, EndRequest)] == ["placed"]
+
+
+def test_attempts_of_a_request_submitted_again_go_on_counting() -> None:
+    """Workers may still hold, or have forbidden, what they were given under the earlier numbers."""
+    bench = Bench(make_config(with_prefill=False))
+    bench.connect()
+    bench.join(D0)
+    bench.submit("r")
+    assert bench.commands(D0) == [RunLocal(attempt=AttemptId("r", 1))]
+    bench.front_gone()
+    bench.release(D0, AttemptId("r", 1))
+    bench.connect()
+    bench.submit("r")
+    command = only(bench.commands(D0))
+    assert isinstance(command, RunLocal) and command.attempt == AttemptId("r", 2)
