@@ -1,0 +1,1 @@
+"""`baton`, the command line."""

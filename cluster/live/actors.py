@@ -20,6 +20,7 @@ from cluster.live.hosted_loop import ProgramReport
 from cluster.live.plan import ClusterPlan, FrontPlan, WorkerPlan
 from cluster.live.program_host import ProgramHost
 from cluster.live.programs import coordinator_program, front_program, worker_program
+from cluster.live.reachability import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,9 @@ class WorkerActor:
     def __init__(self, plan: ClusterPlan, worker: WorkerPlan) -> None:
         self._life = now_ms()
         self._host = ProgramHost(
-            worker.name, lambda: worker_program(plan, worker, incarnation=self._life), restarted=_is_restarted()
+            worker.name,
+            lambda: worker_program(plan, worker, incarnation=self._life, host=_own_host(plan)),
+            restarted=_is_restarted(),
         )
 
     def report(self) -> ProgramReport:
@@ -89,6 +92,13 @@ class FrontActor:
 
     def stop(self) -> None:
         self._host.stop()
+
+
+def _own_host(plan: ClusterPlan) -> str:
+    """What this machine is called by the cluster's other parts."""
+    if is_loopback(plan.host):
+        return plan.host
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def _is_restarted() -> bool:

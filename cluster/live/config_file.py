@@ -78,7 +78,7 @@ def parse_cluster_text(content: bytes | str, source: str, folder: Path) -> Clust
 
 def render_cluster_config(config: ClusterConfig) -> str:
     """A cluster file that reads as this configuration."""
-    pools = [_without_none({**asdict(pool), "role": pool.role.value}) for pool in config.pools]
+    pools = [_without_absent({**asdict(pool), "role": pool.role.value}) for pool in config.pools]
     for pool in pools:
         if "kv_bytes" in pool:
             pool["kv_memory"] = pool.pop("kv_bytes")
@@ -87,7 +87,7 @@ def render_cluster_config(config: ClusterConfig) -> str:
     data = {
         "version": VERSION,
         "name": config.name,
-        "model": _without_none(asdict(config.model)),
+        "model": _without_absent(asdict(config.model)),
         "pools": pools,
         "kv": asdict(config.kv),
         "transport": asdict(config.transport),
@@ -97,8 +97,8 @@ def render_cluster_config(config: ClusterConfig) -> str:
     return yaml.safe_dump(data, sort_keys=False)
 
 
-def _without_none(data: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in data.items() if value is not None}
+def _without_absent(data: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in data.items() if value is not None and value != ""}
 
 
 def _compose(content: bytes | str, source: str) -> yaml.Node | None:

@@ -1,45 +1,42 @@
-"""The coordinator's process: streams of fronts and workers on one side, ClusterState on the other.
+"""The coordinator's process: ClusterState behind its gRPC services.
 
-Runs in a Ray actor (cluster.live.actors) or as a plain process: `python -m cluster.live.coordinator -f FILE`.
+Runs in a Ray actor (cluster.live.actors), or as a plain process that prints `ready HOST:PORT` once it serves:
+`python -m cluster.live.coordinator -f FILE [--port PORT]`.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+import signal
+import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from pathlib import Path
+from typing import Any, Final
 
-import grpc
-import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc
 from cluster.core.config import ClusterConfig
-from cluster.core.ids import FrontId, WorkerId
-from cluster.core.messages import Command, FrontHello, FrontMessage, Resubmit, Submit, WorkerHello, WorkerRefused
+from cluster.core.errors import ConfigError
 from cluster.core.state import ClusterState
-from cluster.live.admin import leases_response, status_response
-from cluster.live.driver import Driver, FrontStream, WorkerStream
+from cluster.live.config_file import read_cluster_file
+from cluster.live.driver import Driver
 from cluster.live.hosted_loop import OnReady
-from cluster.live.reachability import why_unreachable
+from cluster.live.program_host import log_to_stderr
+from cluster.live.services import AdminService, ControlService
 from cluster.live.worker_reaper import EndRemote, WorkerReaper
-from cluster.wire.channels import LOOPBACK, bind, make_server
-from cluster.wire.codec import decode_front, decode_worker, encode_command
-from cluster.wire.mirror import WireError
+from cluster.wire.channels import LOOPBACK, PortInUseError, bind, make_server
 
 logger = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
-EnvelopeT = TypeVar("EnvelopeT")
-MessageT = TypeVar("MessageT")
-
-HELLO_TIMEOUT_S: Final = 10.0
-"""A peer that opens a stream and does not say who it is within this time is cut off."""
 STOP_GRACE_S: Final = 0.5
 """How long open streams may take to end when the coordinator stops."""
+EXIT_FAILED: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,134 +102,41 @@ async def _until_stopped(stop: asyncio.Event, failure: asyncio.Future[None]) -> 
         failure.result()
 
 
-class ControlService(control_pb2_grpc.CoordinatorServicer):
-    """One stream a front and one a worker; each has a task that reads, while the call itself writes."""
-
-    def __init__(self, driver: Driver, reaper: WorkerReaper, epoch: int) -> None:
-        self._driver = driver
-        self._reaper = reaper
-        self._epoch = epoch
-
-    async def ConnectFront(
-        self, request_iterator: AsyncIterator[control_pb2.FrontEnvelope], context: Context
-    ) -> AsyncIterator[control_pb2.ToFrontEnvelope]:
-        first = await _first(request_iterator, context)
-        hello = await _decoded(decode_front, first, context)
-        if not isinstance(hello, FrontHello):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be front_hello")
-        stream: FrontStream = FrontStream()
-        self._driver.front_joined(hello.front, stream)
-        self._driver.front_said(hello.front, hello, None)
-        reader = asyncio.create_task(self._read_front(hello.front, request_iterator, stream))
-        try:
-            async for message in stream.messages():
-                yield message
-        finally:
-            reader.cancel()
-            self._driver.front_left(hello.front, stream)
-
-    async def _read_front(
-        self, front: FrontId, requests: AsyncIterator[control_pb2.FrontEnvelope], stream: FrontStream
-    ) -> None:
-        try:
-            async for envelope in requests:
-                self._driver.front_said(front, *_message_and_body(envelope))
-        except WireError as error:
-            logger.warning("front %s sent a malformed message: %s", front, error)
-        except grpc.aio.AbortError as error:
-            logger.info("front %s: %s", front, error)
-        finally:
-            stream.close()
-
-    async def ConnectWorker(
-        self, request_iterator: AsyncIterator[control_pb2.WorkerEnvelope], context: Context
-    ) -> AsyncIterator[control_pb2.Command]:
-        first = await _first(request_iterator, context)
-        hello = await _decoded(decode_worker, first, context)
-        if not isinstance(hello, WorkerHello):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be worker_hello")
-        worker = hello.ref.worker
-        unreachable = await why_unreachable(hello.ref.token_address, context.peer())
-        if unreachable is not None:
-            logger.warning("worker %s is refused: %s", worker, unreachable)
-            yield self._refusal(worker, unreachable)
-            return
-        stream: WorkerStream = WorkerStream()
-        self._reaper.adopt(worker, hello.host, hello.pid)
-        self._driver.worker_joined(worker, stream)
-        self._driver.worker_said(worker, hello)
-        reader = asyncio.create_task(self._read_worker(worker, request_iterator, stream))
-        try:
-            async for command in stream.messages():
-                yield command
-        finally:
-            reader.cancel()
-            self._driver.worker_left(worker, stream, _why_left(stream))
-            self._reaper.release(worker)
-
-    async def _read_worker(
-        self, worker: WorkerId, requests: AsyncIterator[control_pb2.WorkerEnvelope], stream: WorkerStream
-    ) -> None:
-        try:
-            async for envelope in requests:
-                self._driver.worker_said(worker, decode_worker(envelope))
-        except WireError as error:
-            logger.warning("worker %s sent a malformed message: %s", worker, error)
-        except grpc.aio.AbortError as error:
-            logger.info("worker %s: %s", worker, error)
-        finally:
-            stream.close()
-
-    def _refusal(self, worker: WorkerId, reason: str) -> control_pb2.Command:
-        return encode_command(Command(epoch=self._epoch, worker=worker, body=WorkerRefused(reason=reason)))
-
-
-class AdminService(admin_pb2_grpc.AdminServicer):
-    """What runs where, and who holds what, as ClusterState sees it."""
-
-    def __init__(self, driver: Driver, config: ClusterConfig) -> None:
-        self._driver = driver
-        self._config = config
-        self._started_ns = driver.now_ns()
-
-    async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
-        now_ns = self._driver.now_ns()
-        return status_response(self._config, self._driver.state.status(now_ns), now_ns - self._started_ns)
-
-    async def GetLeases(self, request: admin_pb2.GetLeasesRequest, context: Context) -> admin_pb2.GetLeasesResponse:
-        return leases_response(self._driver.state.leases(self._driver.now_ns()))
-
-
-async def _first(requests: AsyncIterator[EnvelopeT], context: Context) -> EnvelopeT:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a coordinator until SIGTERM or SIGINT. Returns the exit status."""
+    options = _parser().parse_args(arguments)
+    log_to_stderr()
     try:
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
-            return await anext(requests)
-    except StopAsyncIteration:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the stream ended before its first message")
-    except TimeoutError:
-        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no first message within {HELLO_TIMEOUT_S:g} s")
-    raise AssertionError("abort returned")
+        asyncio.run(_run(options))
+    except (ConfigError, PortInUseError) as error:
+        logger.error("%s", error)
+        return EXIT_FAILED
+    return 0
 
 
-async def _decoded(decode: Callable[[EnvelopeT], MessageT], envelope: EnvelopeT, context: Context) -> MessageT:
-    try:
-        return decode(envelope)
-    except WireError as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-    raise AssertionError("abort returned")
+async def _run(options: argparse.Namespace) -> None:
+    settings = CoordinatorSettings(
+        config=read_cluster_file(options.file).config,
+        epoch=options.epoch or int(time.time()),
+        host=options.host,
+        port=options.port,
+    )
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await run_coordinator(settings, lambda address: print(f"ready {address}", flush=True), stop)
 
 
-def _why_left(stream: WorkerStream) -> str:
-    return "it did not take its commands" if stream.overflowed else "its control stream ended"
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cluster.live.coordinator", description="A coordinator as a process of its own, without Ray."
+    )
+    parser.add_argument("-f", "--file", type=Path, required=True, help="the cluster file")
+    parser.add_argument("--host", default=LOOPBACK, help=f"where to listen (default: {LOOPBACK})")
+    parser.add_argument("--port", type=int, default=0, help="0 (the default) takes any free one")
+    parser.add_argument("--epoch", type=int, help="higher than in every earlier life; by default the time in seconds")
+    return parser
 
 
-def _message_and_body(
-    envelope: control_pb2.FrontEnvelope,
-) -> tuple[FrontMessage, control_pb2.RequestBody | None]:
-    """Raises WireError also where a message that needs a body comes without one."""
-    message = decode_front(envelope)
-    if not isinstance(message, Submit | Resubmit):
-        return message, None
-    if not envelope.HasField("body"):
-        raise WireError(f"{type(message).__name__} lacks its body")
-    return message, envelope.body
+if __name__ == "__main__":
+    sys.exit(main())

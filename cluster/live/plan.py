@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cluster.core.config import ClusterConfig, PoolConfig
 from cluster.live.config_file import ClusterFile
-from cluster.live.preflight import ModelFacts
+from cluster.live.preflight import ModelFacts, num_kv_blocks
 from cluster.wire.channels import LOOPBACK
 
 COORDINATOR_NAME = "coordinator"
@@ -16,10 +16,11 @@ COORDINATOR_NAME = "coordinator"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """One worker. `cores`: core ids it is pinned to, None for none."""
+    """One worker. `num_blocks`: size of its KV pool. `cores`: core ids it is pinned to, None for none."""
 
     name: str
     pool: PoolConfig
+    num_blocks: int
     cores: tuple[int, ...] | None
 
 
@@ -72,7 +73,12 @@ def make_plan(file: ClusterFile, facts: ModelFacts, host: str = LOOPBACK) -> Clu
         host=host,
         coordinator_port=ports[0],
         workers=tuple(
-            WorkerPlan(name=f"{pool.name}-{i}", pool=pool, cores=pool.cores[i] if pool.cores else None)
+            WorkerPlan(
+                name=f"{pool.name}-{i}",
+                pool=pool,
+                num_blocks=num_kv_blocks(pool, facts.block_bytes),
+                cores=pool.cores[i] if pool.cores else None,
+            )
             for pool in config.pools
             for i in range(pool.replicas)
         ),

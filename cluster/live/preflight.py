@@ -15,7 +15,7 @@ from cluster.core.config import ClusterConfig, ModelConfig, PoolConfig
 from cluster.live.config_file import ClusterFile
 from engine.model import config as model_files
 from engine.model.importer import SMOLLM2_DIRECTORY_NAME, is_complete
-from kv_transfer.protocol.layout import DTYPE_SIZE_BYTES, KVLayout, LayerGroup
+from kv_transfer.protocol.layout import KVLayout, LayerGroup
 
 WORKER_BYTES: Final = 700 * 10**6
 """What a worker uses at most besides its weights and its pool."""
@@ -73,10 +73,9 @@ def check_model(file: ClusterFile, models_dir: Path) -> ModelFacts:
     key = ("model", "path") if model.path is not None else ("model", "preset")
     try:
         shape = model_files.ModelConfig.from_directory(directory)
-        stored_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     except (OSError, ValueError) as error:
         raise file.error(key, str(error), "a Hugging Face model directory that Baton can serve") from error
-    if stored_bytes == 0:
+    if not any(directory.glob("*.safetensors")):
         raise file.error(key, f"no *.safetensors in {directory}", "a model directory with its weights")
     if not (directory / "tokenizer.json").is_file():
         raise file.error(key, f"no tokenizer.json in {directory}", "a model directory with its tokenizer")
@@ -87,7 +86,7 @@ def check_model(file: ClusterFile, models_dir: Path) -> ModelFacts:
     )
     facts = ModelFacts(
         directory=directory,
-        weights_bytes=stored_bytes * DTYPE_SIZE_BYTES[model.dtype] // DTYPE_SIZE_BYTES[shape.dtype],
+        weights_bytes=shape.weights_size_bytes(model_files.resolve_dtype(model.dtype, shape)),
         block_bytes=layout.block_size_bytes,
         max_model_tokens=model.max_model_tokens or shape.max_position_embeddings,
     )

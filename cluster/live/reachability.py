@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import urllib.parse
 from typing import Final
 
@@ -28,7 +29,9 @@ async def why_unreachable(address: str, stream_peer: str, timeout_s: float = CON
     except TimeoutError:
         return f"tried to connect to the advertised address {address}: no answer within {timeout_s:g} s"
     except OSError as error:
-        return f"tried to connect to the advertised address {address}: {error.strerror or error}"
+        # asyncio puts its own words into `strerror`.
+        reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
+        return f"tried to connect to the advertised address {address}: {reason}"
     writer.close()
     return None
 

@@ -1,0 +1,246 @@
+"""A cluster of plain processes on this machine, without Ray: for tests, benchmarks and debugging.
+
+    with local_cluster(config, environment) as cluster:
+        ... cluster.address ...
+
+Whatever happens inside, nothing is left behind: the processes carry the run's id and are ended by it, and should even
+the caller be killed, the kernel ends them with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from cluster.core.config import ClusterConfig
+from cluster.core.errors import StartupError
+from cluster.live.config_file import parse_cluster_text, render_cluster_config
+from cluster.live.environment import Environment
+from cluster.live.plan import COORDINATOR_NAME, ClusterPlan, FrontPlan, WorkerPlan, make_plan
+from cluster.live.preflight import check_model
+from cluster.live.ray_head import python_path
+from cluster.live.readiness import wait_until_ready
+from cluster.live.run_processes import RUN_ID_VARIABLE, end_run_processes
+
+START_TIMEOUT_S: Final = 120.0
+STOP_TIMEOUT_S: Final = 5.0
+POLL_S: Final = 0.02
+READY: Final = "ready "
+LOG_LINES: Final = 15
+
+
+@dataclass(slots=True)
+class LocalProcess:
+    """One process of the cluster. `address` is set once it serves."""
+
+    name: str
+    popen: subprocess.Popen[bytes]
+    stdout_path: Path
+    stderr_path: Path
+    address: str = ""
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self.popen.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL, and waits for the end."""
+        self.popen.kill()
+        self.popen.wait()
+
+    def terminate(self) -> int:
+        """SIGTERM; returns the exit status, after a SIGKILL if it takes longer than the limit."""
+        self.popen.terminate()
+        try:
+            return self.popen.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return self.popen.returncode
+
+    def pause(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def log(self) -> str:
+        """What it has written to stderr."""
+        return self.stderr_path.read_text(encoding="utf-8", errors="replace")
+
+    def poll_ready(self) -> bool:
+        """Whether it serves. Raises StartupError if it has ended instead."""
+        if not self.address:
+            said = self.stdout_path.read_text(encoding="utf-8", errors="replace")
+            if said.endswith("\n"):
+                self.address = said.splitlines()[0].removeprefix(READY)
+        if self.address:
+            return True
+        if not self.is_alive:
+            last = " | ".join(self.log().splitlines()[-LOG_LINES:])
+            raise StartupError(f"{self.name} ended with status {self.popen.returncode}: {last}")
+        return False
+
+
+@dataclass(slots=True)
+class ClusterHandle:
+    """A cluster of plain processes that serves.
+
+    Attributes:
+        folder: of its logs, removed at the end.
+        address: of the first front. coordinator_address: of the coordinator.
+    """
+
+    plan: ClusterPlan
+    folder: Path
+    variables: Mapping[str, str]
+    coordinator: LocalProcess | None = None
+    workers: dict[str, LocalProcess] = field(default_factory=dict)
+    fronts: dict[str, LocalProcess] = field(default_factory=dict)
+
+    @property
+    def address(self) -> str:
+        return self.plan.fronts[0].address
+
+    @property
+    def coordinator_address(self) -> str:
+        return self.plan.coordinator_address
+
+    def processes(self) -> list[LocalProcess]:
+        first = [] if self.coordinator is None else [self.coordinator]
+        return [*first, *self.workers.values(), *self.fronts.values()]
+
+    def start_coordinator(self) -> LocalProcess:
+        """The first or, after the end of the last, the next life."""
+        plan = self.plan
+        arguments = ["cluster.live.coordinator", "-f", str(self.folder / "cluster.yaml")]
+        arguments += [f"--host={plan.host}", f"--port={plan.coordinator_port}"]
+        self.coordinator = self._spawn(COORDINATOR_NAME, arguments)
+        return self.coordinator
+
+    def start_front(self, name: str) -> LocalProcess:
+        front = next(front for front in self.plan.fronts if front.name == name)
+        self.fronts[name] = self._spawn(name, _front_arguments(self.plan, front))
+        return self.fronts[name]
+
+    def start_worker(self, name: str) -> LocalProcess:
+        worker = next(worker for worker in self.plan.workers if worker.name == name)
+        self.workers[name] = self._spawn(name, _worker_arguments(self.plan, worker))
+        return self.workers[name]
+
+    def wait_until_ready(self) -> None:
+        """Until all processes serve and all workers are registered. Raises StartupError."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        for process in self.processes():
+            while not process.poll_ready():
+                if time.monotonic() > deadline_s:
+                    raise StartupError(f"{process.name} does not serve after {START_TIMEOUT_S:g} s")
+                time.sleep(POLL_S)
+        wait_until_ready(self.address, self.plan)
+
+    def _spawn(self, name: str, arguments: list[str]) -> LocalProcess:
+        life = sum(1 for _ in self.folder.glob(f"{name}.*.err"))
+        stdout_path, stderr_path = (self.folder / f"{name}.{life}.{kind}" for kind in ("out", "err"))
+        with stdout_path.open("wb") as stdout, stderr_path.open("wb") as stderr:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "cluster.live.with_parent", str(os.getpid()), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env=dict(self.variables),
+                # A Ctrl-C at the terminal is for the caller, who ends them.
+                start_new_session=True,
+            )
+        return LocalProcess(name, popen, stdout_path, stderr_path)
+
+
+@contextmanager
+def local_cluster(config: ClusterConfig, environment: Environment) -> Iterator[ClusterHandle]:
+    """Starts all processes, waits until they serve, and ends them on leaving.
+
+    Relative model paths start at the current folder.
+
+    Raises:
+        ConfigError: the model is missing or does not fit. StartupError: with the log's end of what did not start.
+    """
+    text = render_cluster_config(config)
+    file = parse_cluster_text(text, "cluster.yaml", folder=Path.cwd())
+    plan = make_plan(file, check_model(file, environment.models_dir))
+    folder = Path(tempfile.mkdtemp(prefix="baton-local-"))
+    run_id = uuid.uuid4().hex
+    variables = {**environment.variables, RUN_ID_VARIABLE: run_id, "PYTHONPATH": python_path()}
+    handle = ClusterHandle(plan, folder, variables)
+    try:
+        (folder / "cluster.yaml").write_text(text, encoding="utf-8")
+        handle.start_coordinator()
+        for worker in plan.workers:
+            handle.start_worker(worker.name)
+        for front in plan.fronts:
+            handle.start_front(front.name)
+        handle.wait_until_ready()
+        yield handle
+    finally:
+        end_run_processes(run_id)
+        for process in handle.processes():
+            process.popen.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _worker_arguments(plan: ClusterPlan, worker: WorkerPlan) -> list[str]:
+    pool, model = worker.pool, plan.config.model
+    options: dict[str, object] = {
+        "coordinator": plan.coordinator_address,
+        "model": plan.model_dir,
+        "kv-blocks": worker.num_blocks,
+        "name": worker.name,
+        "pool": pool.name,
+        "dtype": model.dtype,
+        "block-size": plan.config.kv.block_size,
+        "max-model-tokens": plan.max_model_tokens,
+        "threads": pool.threads,
+        "host": plan.host,
+        "max-step-tokens": pool.max_step_tokens,
+        "prefill-chunk-tokens": pool.prefill_chunk_tokens,
+        "max-running": pool.max_running,
+        "transport": plan.config.transport.kind,
+    }
+    if model.revision:
+        options["revision"] = model.revision
+    if worker.cores is not None:
+        options["cores"] = ",".join(str(core) for core in worker.cores)
+    flags = [] if plan.config.transport.checksum == "full" else ["--no-checksums"]
+    return [f"{pool.role.value}_worker", *_long_options(options), *flags]
+
+
+def _front_arguments(plan: ClusterPlan, front: FrontPlan) -> list[str]:
+    options: dict[str, object] = {
+        "coordinator": plan.coordinator_address,
+        "model": plan.model_dir,
+        "name": front.name,
+        "host": front.host,
+        "port": front.port,
+        "dtype": plan.config.model.dtype,
+        "max-model-tokens": plan.max_model_tokens,
+        "block-size": plan.config.kv.block_size,
+    }
+    if plan.config.model.revision:
+        options["revision"] = plan.config.model.revision
+    return ["cluster.front", *_long_options(options)]
+
+
+def _long_options(options: Mapping[str, object]) -> list[str]:
+    return [f"--{name}={value}" for name, value in options.items()]

@@ -1,0 +1,187 @@
+"""What a cluster file asks for against what this machine has, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from cluster.core.errors import ConfigError
+from cluster.live.config_file import ClusterFile, parse_cluster_text
+from cluster.live.plan import make_plan
+from cluster.live.preflight import (
+    CONTROL_PLANE_BYTES,
+    WORKER_BYTES,
+    ModelFacts,
+    check_cores,
+    check_memory,
+    check_model,
+    check_ports,
+    memory_need,
+)
+
+CONFIG_JSON = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FILE = """\
+version: 1
+model:
+  path: model
+pools:
+  - {name: p, role: prefill, kv_blocks: 64}
+  - {name: d, role: decode, kv_blocks: 128, replicas: 2}
+front:
+  port: 0
+"""
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # layers, K and V, heads, tokens, head_dim, float32
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG_JSON))
+    (model / "model.safetensors").write_bytes(b"x" * 1000)
+    (model / "tokenizer.json").write_text("{}")
+    return tmp_path
+
+
+def read(folder: Path, text: str = FILE) -> ClusterFile:
+    return parse_cluster_text(text, "cluster.yaml", folder=folder)
+
+
+def with_front(front: str) -> str:
+    return FILE.replace("front:\n  port: 0", f"front: {{{front}}}")
+
+
+def facts_of(folder: Path, text: str = FILE) -> ModelFacts:
+    return check_model(read(folder, text), folder / "models")
+
+
+def test_the_models_shape_is_read(folder: Path) -> None:
+    facts = facts_of(folder)
+    assert facts.directory == folder / "model"
+    num_parameters = 128 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 64
+    assert facts.weights_bytes == num_parameters * 4, "bfloat16 on disk, float32 in memory"
+    assert facts.block_bytes == BLOCK_BYTES
+    assert facts.max_model_tokens == 512
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_an_incomplete_model_is_refused(folder: Path, missing: str) -> None:
+    (folder / "model" / missing).unlink()
+    with pytest.raises(
+        ConfigError, match=r"cluster.yaml:3: model.path: .*" + missing.replace("model.", r"\*?.?")
+    ) as caught:
+        facts_of(folder)
+    assert caught.value.line == 3
+
+
+def test_a_preset_that_was_not_imported_says_how_to(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cluster.yaml:3: model.preset: .*baton model import"):
+        facts_of(folder, FILE.replace("path: model", "preset: smollm2-135m-instruct"))
+
+
+def test_a_context_beyond_the_models_is_refused(folder: Path) -> None:
+    text = FILE.replace("path: model", "{path: model, max_model_tokens: 513}").replace("model:\n  {", "model: {")
+    with pytest.raises(ConfigError, match=r"max_model_tokens: found 513, expected at most the model's own 512"):
+        facts_of(folder, text)
+
+
+def test_a_pool_that_cannot_hold_one_sequence_is_refused(folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"cluster.yaml:5: pools\[0\].kv_blocks: found a pool of 31 blocks, expected at least 32"
+    ):
+        facts_of(folder, FILE.replace("kv_blocks: 64", "kv_blocks: 31"))
+
+
+def test_memory_is_counted_by_worker(folder: Path) -> None:
+    facts = facts_of(folder)
+    need = memory_need(read(folder).config, facts)
+    assert (
+        need.total_bytes
+        == CONTROL_PLANE_BYTES + 3 * (WORKER_BYTES + facts.weights_bytes) + (64 + 2 * 128) * BLOCK_BYTES
+    )
+
+
+def test_memory_that_suffices_is_enough_and_a_byte_less_is_not(folder: Path) -> None:
+    facts = facts_of(folder)
+    total = memory_need(read(folder).config, facts).total_bytes
+    check_memory(read(folder), facts, available_bytes=total)
+    with pytest.raises(ConfigError, match="pools: found workers that need"):
+        check_memory(read(folder), facts, available_bytes=total - 1)
+
+
+def test_what_would_fit_fits(folder: Path) -> None:
+    large = FILE.replace("kv_blocks: 64", "kv_memory: 64GiB").replace("kv_blocks: 128", "kv_memory: 64GiB")
+    facts = facts_of(folder, large)
+    available = 8 * 2**30
+    with pytest.raises(ConfigError) as caught:
+        check_memory(read(folder, large), facts, available_bytes=available)
+    size = caught.value.hint.removeprefix("kv_memory: ").removesuffix(" in every pool would fit")
+    check_memory(read(folder, large.replace("64GiB", size)), facts, available_bytes=available)
+
+
+def test_fewer_workers_are_proposed_where_no_pool_size_helps(folder: Path) -> None:
+    many = FILE.replace("replicas: 2", "replicas: 50")
+    with pytest.raises(ConfigError) as caught:
+        check_memory(read(folder, many), facts_of(folder, many), available_bytes=4 * 2**30)
+    assert caught.value.hint.startswith("at most 4 workers would fit")
+
+
+def test_a_hopeless_machine_is_told_so(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="too small"):
+        check_memory(read(folder), facts_of(folder), available_bytes=2**30)
+
+
+def test_a_port_in_use_is_refused_with_its_line(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        text = FILE.replace("port: 0", f"port: {taken.getsockname()[1]}")
+        with pytest.raises(ConfigError, match=r"cluster.yaml:8: front.port: .*in use"):
+            check_ports(read(folder, text))
+    check_ports(read(folder, text))
+
+
+def test_an_address_that_is_not_ours_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"front\.port"):
+        check_ports(read(folder, with_front("host: 203.0.113.7, port: 9")))
+
+
+def test_a_core_that_is_not_there_is_refused(folder: Path) -> None:
+    file = read(folder, FILE.replace("kv_blocks: 64", "kv_blocks: 64, cores: [[0, 7]]"))
+    check_cores(file, frozenset(range(8)))
+    with pytest.raises(
+        ConfigError, match=r"pools\[0\].cores\[0\]: found core 7, expected cores of this machine: 0-3, 6"
+    ):
+        check_cores(file, frozenset([0, 1, 2, 3, 6]))
+
+
+def test_the_plan_names_everything_and_takes_free_ports(folder: Path) -> None:
+    file = read(folder, with_front("port: 0, replicas: 2"))
+    plan = make_plan(file, facts_of(folder))
+    assert [worker.name for worker in plan.workers] == ["p-0", "d-0", "d-1"]
+    assert [worker.num_blocks for worker in plan.workers] == [64, 128, 128]
+    assert [front.name for front in plan.fronts] == ["front-0", "front-1"]
+    ports = {plan.coordinator_port, *(front.port for front in plan.fronts)}
+    assert len(ports) == 3 and 0 not in ports
+
+
+def test_several_fronts_take_ports_in_a_row(folder: Path) -> None:
+    file = read(folder, with_front("port: 8700, replicas: 2"))
+    assert [front.port for front in make_plan(file, facts_of(folder)).fronts] == [8700, 8701]
