@@ -48,7 +48,7 @@ class LeaseLedger:
         self._leases: dict[LeaseKey, Lease] = {}
         self._by_holder: dict[WorkerId, dict[LeaseKey, None]] = {}
         self._by_peer: dict[WorkerId, dict[LeaseKey, None]] = {}
-        self._reported: dict[WorkerId, tuple[LeaseInfo, ...]] = {}
+        self._reported: dict[WorkerId, dict[int, LeaseInfo]] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -68,6 +68,7 @@ class LeaseLedger:
         if lease is not None:
             _drop(self._by_holder, lease.holder, lease.key)
             _drop(self._by_peer, lease.peer, lease.key)
+            self._reported.get(lease.holder, {}).pop(lease_id, None)
 
     def close_reserved_from(self, holder: WorkerId, peer: WorkerId) -> None:
         """That life of the peer can write nothing to the holder any more."""
@@ -88,13 +89,13 @@ class LeaseLedger:
 
     def report(self, holder: WorkerId, leases: tuple[LeaseInfo, ...]) -> None:
         """Replaces what the holder says of itself."""
-        self._reported[holder] = leases
+        self._reported[holder] = {info.lease_id: info for info in leases}
 
-    def reported(self, holder: WorkerId) -> tuple[LeaseInfo, ...]:
-        return self._reported.get(holder, ())
-
-    def reporters(self) -> tuple[WorkerId, ...]:
-        return tuple(self._reported)
+    def reported(self) -> dict[tuple[WorkerId, int], LeaseInfo]:
+        """What all holders say of themselves, by holder and lease id."""
+        return {
+            (holder, lease_id): info for holder, infos in self._reported.items() for lease_id, info in infos.items()
+        }
 
     def all(self) -> tuple[Lease, ...]:
         return tuple(self._leases.values())

@@ -45,9 +45,7 @@ def view_requests(parts: Parts, now_ns: int) -> tuple[RequestView, ...]:
 
 def view_leases(parts: Parts, now_ns: int) -> tuple[LeaseView, ...]:
     """The ledger, with what the holders last said of each lease; then what only the holders know of."""
-    reported = {
-        (holder, info.lease_id): info for holder in parts.leases.reporters() for info in parts.leases.reported(holder)
-    }
+    reported = parts.leases.reported()
     views = []
     for lease in parts.leases.all():
         info = reported.pop((lease.holder, lease.lease_id), None)

@@ -111,6 +111,14 @@ class ClusterMachine(RuleBasedStateMachine):
         if front is not None and front.live():
             self.world.read_finish(front, front.live()[request % len(front.live())])
 
+    @rule(pick=PICK, request=PICK, worker=PICK)
+    def a_token_stream_breaks(self, pick: int, request: int, worker: int) -> None:
+        front = self._front(pick, able="outcomes")
+        if front is not None and front.live() and self.world.workers:
+            workers = tuple(self.world.workers)
+            request_id = front.live()[request % len(front.live())]
+            self.world.break_stream(front, request_id, workers[worker % len(workers)])
+
     # ---- bad days ----
 
     @rule(pick=PICK)
@@ -144,6 +152,7 @@ class ClusterMachine(RuleBasedStateMachine):
         if hasattr(self, "world"):
             self.world.drain()
             self.world.assert_at_rest()
+            self.world.replay()
 
 
 ClusterMachine.TestCase.settings = settings(

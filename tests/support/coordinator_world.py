@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from cluster.core.effects import DropBody, Effect, GiveUpWorker, ToFront, ToWorker
 from cluster.core.events import Event, FromFront, FromWorker, FrontGone, Tick, WorkerGone
 from cluster.core.ids import AttemptId, FrontId, Outcome, Role, WorkerId
+from cluster.core.limits import UNKNOWN_ATTEMPT
 from cluster.core.messages import (
     AttemptFailed,
     CancelLeg,
@@ -24,6 +25,7 @@ from cluster.core.messages import (
     FrontHello,
     FrontMessage,
     Heartbeat,
+    LeaseInfo,
     LegFailed,
     LegReleased,
     PeerFenced,
@@ -39,6 +41,7 @@ from cluster.core.messages import (
     Resubmit,
     RunLocal,
     SenderStopped,
+    StreamLost,
     Submit,
     ToFrontMessage,
     WorkerMessage,
@@ -56,6 +59,7 @@ class ModelLeg:
 
     state: str
     peer: WorkerId | None = None
+    lease_id: int = 0
 
 
 @dataclass(slots=True)
@@ -77,13 +81,13 @@ class ModelWorker:
                 if choice % 4 == 0:
                     self.say(ReserveRefused(attempt=attempt, reason="no blocks"))
                     return
-                self.legs[attempt] = ModelLeg("reserved", source.worker)
+                self.legs[attempt] = ModelLeg("reserved", source.worker, lease_id)
                 self.say(
                     ReserveGranted(attempt=attempt, lease_id=lease_id, num_cached_blocks=0, blocks=(), ttl_ms=1000)
                 )
-            case Prefill(attempt=attempt, destination=destination):
+            case Prefill(attempt=attempt, destination=destination, lease_id=lease_id):
                 assert attempt not in self.legs
-                self.legs[attempt] = ModelLeg("reading", destination.worker)
+                self.legs[attempt] = ModelLeg("reading", destination.worker, lease_id)
             case RunLocal(attempt=attempt):
                 assert attempt not in self.legs
                 self.legs[attempt] = ModelLeg("active")
@@ -132,6 +136,24 @@ class ModelWorker:
                 del self.legs[attempt]
                 world.finished_by[attempt] = self.id
                 self.say(Finished(attempt=attempt, outcome=Outcome.LENGTH, num_output_tokens=2, timeline=TIMELINE))
+
+    def heartbeat(self) -> Heartbeat:
+        """With all leases it has."""
+        leases = tuple(
+            LeaseInfo(
+                lease_id=leg.lease_id,
+                attempt=attempt,
+                side="held" if self.role is Role.PREFILL else leg.state,
+                peer=leg.peer,
+                num_blocks=1,
+                size_bytes=1,
+                age_ms=0,
+                remaining_ms=0,
+            )
+            for attempt, leg in self.legs.items()
+            if leg.peer is not None and leg.state != "active"
+        )
+        return Heartbeat(load=make_load(12), leases=leases)
 
     def _cancel(self, attempt: AttemptId) -> None:
         leg = self.legs.get(attempt)
@@ -206,7 +228,8 @@ class World:
     """`bodies` is what the coordinator's driver would keep; `pushed` and `committed` is what the KV plane knows."""
 
     def __init__(self, *, with_prefill: bool = True) -> None:
-        self.state = ClusterState(make_config(with_prefill=with_prefill, max_running=3), epoch=3)
+        self.config = make_config(with_prefill=with_prefill, max_running=3)
+        self.state = ClusterState(self.config, epoch=3)
         self.now_ns = 0
         self.workers: dict[WorkerId, ModelWorker] = {}
         self.fronts: dict[FrontId, ModelFront] = {}
@@ -214,12 +237,15 @@ class World:
         self.pushed: dict[AttemptId, None] = {}
         self.committed: dict[AttemptId, None] = {}
         self.finished_by: dict[AttemptId, WorkerId] = {}
+        self.journal: list[tuple[int, Event, list[Effect]]] = []
         self.num_lives = 0
         self.num_requests = 0
 
     def handle(self, event: Event) -> None:
         effects = self.state.handle(self.now_ns, event)
         self.state.check_invariants()
+        self.journal.append((self.now_ns, event, effects))
+        self._check_views()
         for effect in effects:
             self._carry_out(effect)
         for effect in effects:
@@ -229,6 +255,8 @@ class World:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case ToWorker(worker=worker_id, command=command, body_of=body_of):
+                if isinstance(command.body, CancelLeg):
+                    assert command.body.reason != UNKNOWN_ATTEMPT, "a worker holds what the coordinator has forgotten"
                 assert body_of is None or body_of in self.bodies, f"no body for {command}"
                 if worker_id in self.workers:
                     self.workers[worker_id].inbox.append(command.body)
@@ -239,6 +267,22 @@ class World:
                 del self.bodies[request_id]
             case GiveUpWorker(worker=worker_id):
                 self.workers.pop(worker_id, None)
+
+    def _check_views(self) -> None:
+        """What operators are shown agrees with itself."""
+        requests = self.state.requests(self.now_ns)
+        view = self.state.status(self.now_ns)
+        assert len(requests) == view.num_requests
+        assert sum(request.decode is not None for request in requests) == view.num_running
+        assert sum(request.phase == "queued" for request in requests) == view.num_queued
+        leases = self.state.leases(self.now_ns)
+        assert sum(lease.known for lease in leases) == view.num_leases
+
+    def replay(self) -> None:
+        """The same events give a new state the same effects."""
+        state = ClusterState(self.config, epoch=3)
+        for now_ns, event, effects in self.journal:
+            assert state.handle(now_ns, event) == effects
 
     # ---- what may happen ----
 
@@ -299,12 +343,17 @@ class World:
         if self.finished_by.get(attempt) in self.workers and front.outcomes[request_id] is None:
             front.end(request_id, Outcome.STOP)
 
+    def break_stream(self, front: ModelFront, request_id: str, worker_id: WorkerId) -> None:
+        """The front gives up hearing of that worker."""
+        attempt = AttemptId(request_id, front.attempts.get(request_id, 0))
+        front.outbox.append(StreamLost(attempt=attempt, worker=worker_id, reason="cut"))
+
     def pass_time(self, duration_ms: int) -> None:
         """Live workers' heartbeats are not held up by it."""
         self.now_ns += duration_ms * MS
         for worker in tuple(self.workers.values()):
-            if worker.id in self.workers and not any(message for message in worker.outbox):
-                self.handle(FromWorker(worker=worker.id, message=Heartbeat(load=make_load(12))))
+            if worker.id in self.workers and not worker.outbox:
+                self.handle(FromWorker(worker=worker.id, message=worker.heartbeat()))
         self.handle(Tick())
 
     # ---- to the end ----
