@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cluster.core.ids import AttemptId, FrontId, Outcome
@@ -35,7 +37,7 @@ R2 = AttemptId("r", 2)
 CANCEL = CancelRequest(request_id="r", outcome=Outcome.CANCELLED, reason="client left")
 
 
-def _bench(**limits: float) -> Bench:
+def _bench(**limits: Any) -> Bench:
     bench = Bench(make_config(**limits))
     bench.connect()
     bench.join(P0, D0)

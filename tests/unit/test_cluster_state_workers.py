@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cluster.core.ids import AttemptId, Outcome, Role, WorkerId
@@ -32,7 +34,7 @@ R1 = AttemptId("r", 1)
 R2 = AttemptId("r", 2)
 
 
-def _bench(*more: WorkerId, **limits: float) -> Bench:
+def _bench(*more: WorkerId, **limits: Any) -> Bench:
     bench = Bench(make_config(**limits))
     bench.connect()
     bench.join(P0, D0, *more)

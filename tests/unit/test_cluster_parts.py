@@ -1,0 +1,139 @@
+"""The parts of ClusterState that stand alone: queue, timers, lease ledger, worker registry."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.core.ids import AttemptId, Role, WorkerId
+from cluster.core.leases import Lease, LeaseLedger, Side
+from cluster.core.limits import MAX_LOST_NAMES
+from cluster.core.queue import RequestQueue
+from cluster.core.timers import TimerKey, TimerKind, Timers
+from cluster.core.workers import WorkerRegistry
+from tests.support.coordinator import D0, D1, P0, P1, make_config, make_hello
+
+A, B = TimerKey(TimerKind.REQUEST, "a"), TimerKey(TimerKind.REQUEST, "b")
+
+
+def _drain(queue: RequestQueue) -> list[str]:
+    order = []
+    while (request_id := queue.head()) is not None:
+        order.append(request_id)
+        queue.remove(request_id)
+        queue.check_invariants()
+    return order
+
+
+def test_queue_goes_by_priority_then_rank() -> None:
+    queue = RequestQueue(limit=3)
+    for rank, (request_id, priority) in enumerate([("a", 0), ("b", 1), ("c", 1), ("d", -1)]):
+        queue.push(request_id, priority=priority, rank=rank, num_tokens=10)
+    assert queue.is_full and len(queue) == 4 and queue.num_tokens == 40 and "a" in queue
+    assert _drain(queue) == ["b", "c", "a", "d"]
+    assert queue.num_tokens == 0 and not queue.is_full and "a" not in queue
+
+
+def test_queue_takes_back_by_rank_what_was_in_it_before() -> None:
+    queue = RequestQueue(limit=3)
+    queue.push("a", priority=0, rank=1, num_tokens=1)
+    queue.push("b", priority=0, rank=2, num_tokens=1)
+    queue.remove("a")
+    queue.push("a", priority=0, rank=1, num_tokens=7)
+    queue.check_invariants()
+    assert queue.num_tokens == 8 and _drain(queue) == ["a", "b"]
+
+
+def test_queue_stays_small_when_many_leave_from_its_middle() -> None:
+    queue = RequestQueue(limit=10_000)
+    queue.push("first", priority=9, rank=0, num_tokens=1)
+    for rank in range(1, 2_000):
+        queue.push(str(rank), priority=0, rank=rank, num_tokens=1)
+        queue.remove(str(rank))
+    queue.check_invariants()
+    assert _drain(queue) == ["first"]
+
+
+def test_timers_come_in_order_and_once() -> None:
+    timers = Timers()
+    timers.set(A, 20)
+    timers.set(B, 10)
+    assert timers.next_deadline_ns() == 10
+    assert timers.pop_due(9) is None
+    assert timers.pop_due(20) == B and timers.pop_due(20) == A and timers.pop_due(20) is None
+    assert timers.next_deadline_ns() is None and timers.keys() == ()
+
+
+def test_a_timer_is_replaced_or_cleared() -> None:
+    timers = Timers()
+    timers.set(A, 10)
+    timers.set(A, 30)
+    timers.set(B, 20)
+    timers.set(B, None)
+    timers.check_invariants()
+    assert timers.next_deadline_ns() == 30 and timers.pop_due(29) is None and timers.pop_due(30) == A
+    timers.set(B, None)
+    assert timers.next_deadline_ns() is None
+
+
+def test_equal_deadlines_come_in_the_order_they_were_set() -> None:
+    timers = Timers()
+    timers.set(B, 5)
+    timers.set(A, 5)
+    assert [timers.pop_due(5), timers.pop_due(5)] == [B, A]
+
+
+def test_timers_do_not_grow_with_what_was_set_before() -> None:
+    timers = Timers()
+    for deadline_ns in range(10_000, 0, -1):
+        timers.set(A, deadline_ns)
+    timers.check_invariants()
+    assert timers.pop_due(1) == A and timers.next_deadline_ns() is None
+
+
+def _lease(lease_id: int, side: Side, holder: WorkerId, peer: WorkerId) -> Lease:
+    return Lease(
+        lease_id=lease_id,
+        side=side,
+        attempt_id=AttemptId("r", lease_id),
+        holder=holder,
+        peer=peer,
+        num_blocks=1,
+        opened_ns=0,
+    )
+
+
+def test_ledger_finds_who_shares_leases_with_a_worker() -> None:
+    ledger = LeaseLedger()
+    for lease_id, (prefill, decode) in enumerate([(P0, D1), (P0, D0), (P1, D0), (P0, D1)]):
+        ledger.open(_lease(lease_id, Side.RESERVED, decode, prefill))
+        ledger.open(_lease(lease_id, Side.HELD, prefill, decode))
+    ledger.check_invariants()
+    assert ledger.holders_paired_with(P0) == (D1, D0)
+    ledger.close_reserved_from(D1, P0)
+    assert ledger.holders_paired_with(P0) == (D0,) and ledger.holders_paired_with(D1) == (P0,)
+    ledger.forget_holder(P0)
+    ledger.check_invariants()
+    assert ledger.holders_paired_with(D1) == () and len(ledger) == 3
+    ledger.close(1, Side.RESERVED)
+    ledger.close(1, Side.RESERVED)
+    assert ledger.holders_paired_with(P0) == () and len(ledger) == 2
+
+
+def test_registry_remembers_lost_lives_up_to_a_limit() -> None:
+    registry = WorkerRegistry(make_config())
+    registry.lose(WorkerId("first", 3))
+    assert registry.is_lost(WorkerId("first", 3)) and registry.is_lost(WorkerId("first", 2))
+    assert not registry.is_lost(WorkerId("first", 4))
+    registry.lose(WorkerId("first", 1))
+    assert registry.is_lost(WorkerId("first", 3)), "an older loss does not bring it back"
+    for number in range(MAX_LOST_NAMES):
+        registry.lose(WorkerId(f"w{number}", 1))
+    assert not registry.is_lost(WorkerId("first", 3))
+
+
+def test_registry_refuses_more_workers_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.core.workers.MAX_WORKERS", 1)
+    registry = WorkerRegistry(make_config())
+    registry.add(make_hello(P0, Role.PREFILL), 0)
+    assert registry.refusal(make_hello(WorkerId("p0", 2), Role.PREFILL)) is None, "it takes the place of its older life"
+    assert "the limit" in (registry.refusal(make_hello(D0, Role.DECODE)) or "")

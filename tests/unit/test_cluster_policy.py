@@ -1,0 +1,208 @@
+"""Admission and placement: small worlds in, decisions with reasons out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from cluster.core.ids import Outcome, WorkerId
+from cluster.policy.admission import (
+    MAX_RETRY_AFTER_MS,
+    MIN_RETRY_AFTER_MS,
+    UNMEASURED_RETRY_AFTER_MS,
+    Admit,
+    Arrival,
+    Refuse,
+    Situation,
+    admit,
+)
+from cluster.policy.placement import Demand, Placement, Wait, demand_of, place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeWorker:
+    id: WorkerId
+    num_total_blocks: int = 100
+    num_promised_blocks: int = 0
+    num_legs: int = 0
+    max_running: int = 8
+    chunk_tokens: int = 64
+    backlog_tokens: int = 0
+    ms_per_token: float = 0.0
+
+
+def _worker(name: str, **values: float) -> FakeWorker:
+    return FakeWorker(id=WorkerId(name, 1), **values)  # type: ignore[arg-type]
+
+
+def _place(
+    prefill: list[FakeWorker],
+    decode: list[FakeWorker],
+    *,
+    num_tokens: int = 40,
+    excluded: tuple[str, ...] = (),
+) -> tuple[str | None, str] | str:
+    """Names of prefill and decode, or the reason to wait."""
+    demand = demand_of(num_tokens, 8, 16)
+    decision = place(demand, prefill, decode, {WorkerId(name, 1): 0 for name in excluded})
+    if isinstance(decision, Wait):
+        return decision.reason
+    assert isinstance(decision, Placement) and decision.reason
+    return (None if decision.prefill is None else decision.prefill.name, decision.decode.name)
+
+
+# ---- placement ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_left", "demand"),
+    [
+        (15, 1, Demand(num_tokens=15, num_kv_blocks=1, num_expected_blocks=1)),
+        (16, 1, Demand(num_tokens=16, num_kv_blocks=2, num_expected_blocks=2)),
+        (16, 100, Demand(num_tokens=16, num_kv_blocks=2, num_expected_blocks=8)),
+        (16, 10_000, Demand(num_tokens=16, num_kv_blocks=2, num_expected_blocks=17)),
+        (16, 0, Demand(num_tokens=16, num_kv_blocks=2, num_expected_blocks=2)),
+    ],
+)
+def test_demand_counts_the_prompt_one_more_and_what_is_expected(num_tokens: int, num_left: int, demand: Demand) -> None:
+    assert demand_of(num_tokens, num_left, 16) == demand
+
+
+def test_decode_with_the_most_blocks_left_is_taken() -> None:
+    decode = [_worker("d0", num_promised_blocks=50, num_legs=1), _worker("d1", num_promised_blocks=40, num_legs=5)]
+    assert _place([_worker("p0")], decode) == ("p0", "d1")
+
+
+def test_then_the_one_with_fewer_sequences_then_the_smaller_id() -> None:
+    same = [_worker("d1", num_legs=2), _worker("d2", num_legs=1), _worker("d0", num_legs=2)]
+    assert _place([_worker("p0")], same) == ("p0", "d2")
+    assert _place([_worker("p1"), _worker("p0")], [_worker("d1"), _worker("d0")]) == ("p0", "d0")
+
+
+def test_prefill_is_taken_by_predicted_time_to_first_token() -> None:
+    slow_but_idle = _worker("p0", ms_per_token=9.0)
+    fast_but_busy = _worker("p1", ms_per_token=1.0, backlog_tokens=200, num_legs=1)
+    assert _place([slow_but_idle, fast_but_busy], [_worker("d0")]) == ("p1", "d0")
+    assert _place([slow_but_idle, fast_but_busy], [_worker("d0")], num_tokens=10) == ("p0", "d0")
+
+
+def test_an_unmeasured_worker_counts_as_an_average_one() -> None:
+    assert _place([_worker("p0", ms_per_token=4.0), _worker("p1", backlog_tokens=1)], [_worker("d0")]) == ("p0", "d0")
+
+
+@pytest.mark.parametrize(
+    ("decode", "reason"),
+    [
+        ([], "no decode worker is alive"),
+        ([_worker("d0", num_legs=8)], "no decode worker has room"),
+        ([_worker("d0", num_legs=1, num_promised_blocks=98)], "no decode worker has room"),
+    ],
+)
+def test_nothing_is_placed_without_decode(decode: list[FakeWorker], reason: str) -> None:
+    assert _place([_worker("p0")], decode) == reason
+
+
+def test_an_excluded_decode_worker_is_passed_over() -> None:
+    decode = [_worker("d0"), _worker("d1", num_legs=3)]
+    assert _place([_worker("p0")], decode, excluded=("d0",)) == ("p0", "d1")
+    assert _place([_worker("p0")], decode, excluded=("d0", "d1")) == "no decode worker has room"
+
+
+def test_a_busy_prefill_worker_leaves_the_request_in_the_queue() -> None:
+    assert _place([_worker("p0", backlog_tokens=256)], [_worker("d0")]) == ("p0", "d0")
+    assert _place([_worker("p0", backlog_tokens=257)], [_worker("d0")]) == "no prefill worker can start soon"
+    full = _worker("p0", num_legs=1, num_promised_blocks=98)
+    assert _place([full], [_worker("d0")]) == "no prefill worker can start soon"
+
+
+def test_an_idle_worker_takes_what_is_expected_to_outgrow_it() -> None:
+    assert _place([_worker("p0")], [_worker("d0", num_total_blocks=4)]) == ("p0", "d0")
+
+
+def test_without_prefill_decode_reads_the_prompt() -> None:
+    busy = _worker("d0", backlog_tokens=257)
+    assert _place([], [busy, _worker("d1", num_promised_blocks=50, num_legs=2)]) == (None, "d1")
+    assert _place([], [busy]) == "no decode worker has room"
+
+
+def test_a_prompt_too_large_for_a_reservation_is_read_on_decode() -> None:
+    decode = _worker("d0", num_total_blocks=10)
+    assert _place([_worker("p0")], [decode], num_tokens=7 * 16 - 1) == ("p0", "d0")
+    assert _place([_worker("p0")], [decode], num_tokens=7 * 16) == (None, "d0")
+    waiting = replace(decode, backlog_tokens=1000)
+    assert "cannot start soon" in str(_place([_worker("p0")], [waiting], num_tokens=7 * 16))
+
+
+# ---- admission ------------------------------------------------------------------------------------------------
+
+SITUATION = Situation(
+    num_queued=0,
+    num_queued_tokens=0,
+    queue_limit=4,
+    num_live=0,
+    max_live=100,
+    max_model_tokens=1024,
+    max_prompt_blocks=50,
+    block_size=16,
+    readers=(),
+)
+ARRIVAL = Arrival(num_prompt_tokens=100, max_tokens=8, num_choices=1, max_latency_ms=None)
+
+
+def _refusal(arrival: Arrival, situation: Situation) -> Refuse:
+    decision = admit(arrival, situation)
+    assert isinstance(decision, Refuse)
+    return decision
+
+
+def test_what_fits_is_admitted() -> None:
+    assert admit(ARRIVAL, SITUATION) == Admit()
+    unknown = replace(SITUATION, max_model_tokens=None, max_prompt_blocks=None)
+    assert admit(replace(ARRIVAL, num_prompt_tokens=10**6), unknown) == Admit(), "nobody is there yet to say no"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_prompt_tokens": 1024}, "1024 tokens, at most 1023"),
+        ({"num_prompt_tokens": 800}, "needs 51 KV blocks, the largest worker has 50"),
+        ({"num_prompt_tokens": 0}, "at least one prompt token"),
+        ({"max_tokens": 0}, "at least 1"),
+        ({"num_choices": 2}, "2 choices"),
+    ],
+)
+def test_what_can_never_run_is_invalid(changes: dict[str, Any], reason: str) -> None:
+    refusal = _refusal(replace(ARRIVAL, **changes), SITUATION)
+    assert refusal.outcome is Outcome.REJECTED_INVALID and reason in refusal.reason
+    assert refusal.retry_after_ms is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"), [({"num_queued": 4}, "4 requests wait"), ({"num_live": 100}, "100 requests are served")]
+)
+def test_limits_refuse_for_now(changes: dict[str, Any], reason: str) -> None:
+    refusal = _refusal(ARRIVAL, replace(SITUATION, **changes))
+    assert refusal.outcome is Outcome.REJECTED_OVERLOAD and reason in refusal.reason
+    assert refusal.retry_after_ms == UNMEASURED_RETRY_AFTER_MS
+
+
+@pytest.mark.parametrize(
+    ("num_queued_tokens", "retry_after_ms"), [(10, MIN_RETRY_AFTER_MS), (1_000, 1_000), (10**6, MAX_RETRY_AFTER_MS)]
+)
+def test_retry_after_follows_the_queue(num_queued_tokens: int, retry_after_ms: int) -> None:
+    readers = (_worker("p0", ms_per_token=2.0), _worker("p1"))
+    full = replace(SITUATION, num_queued=4, num_queued_tokens=num_queued_tokens, readers=readers)
+    assert _refusal(ARRIVAL, full).retry_after_ms == retry_after_ms
+
+
+def test_a_latency_limit_that_cannot_be_met_is_refused_at_once() -> None:
+    idle = replace(SITUATION, readers=(_worker("p0", ms_per_token=2.0),))
+    assert admit(replace(ARRIVAL, max_latency_ms=200), idle) == Admit()
+    never = _refusal(replace(ARRIVAL, max_latency_ms=199), idle)
+    assert never.outcome is Outcome.REJECTED_OVERLOAD and never.retry_after_ms is None, "not even when idle"
+    busy = replace(idle, num_queued_tokens=300, readers=(_worker("p0", ms_per_token=2.0, backlog_tokens=50),))
+    later = _refusal(replace(ARRIVAL, max_latency_ms=300), busy)
+    assert later.retry_after_ms == 600 and "900 ms" in later.reason
+    unmeasured = replace(SITUATION, readers=(_worker("p0"),))
+    assert admit(replace(ARRIVAL, max_latency_ms=1), unmeasured) == Admit()
