@@ -42,6 +42,7 @@ def show_status(environment: Environment, address: str | None, as_json: bool) ->
     from cluster.cli.status import status_json, status_text
 
     with Client(find_address(address, environment)) as client:
+        client.connect()
         status = client.status()
     print(json.dumps(status_json(status), indent=2) if as_json else status_text(status))
 
@@ -51,6 +52,7 @@ def show_leases(environment: Environment, address: str | None, as_json: bool) ->
     from cluster.cli.status import leases_json, leases_text
 
     with Client(find_address(address, environment)) as client:
+        client.connect()
         leases = client.leases()
     print(json.dumps(leases_json(leases), indent=2) if as_json else leases_text(leases))
 

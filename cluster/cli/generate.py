@@ -64,6 +64,8 @@ def run_generate(
     client: Client, request: inference_pb2.GenerateRequest, timeout_s: float | None, *, as_json: bool
 ) -> None:
     """Streams the text to stdout and sums up on stderr, or prints one JSON object."""
+    if timeout_s is not None and not timeout_s > 0:
+        fail(f"--timeout: {timeout_s:g} is not a positive number of seconds", INVALID)
     if as_json:
         _print_json(client, request, timeout_s)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -11,6 +12,7 @@ import grpc
 
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from cluster.cli.errors import FAILED, INVALID, NOT_FOUND, TRY_LATER, CommandError
+from cluster.live.reachability import split_address
 from cluster.wire.channels import make_sync_channel
 from cluster.wire.codec import outcome_from_wire
 
@@ -96,11 +98,15 @@ class Client:
         self._channel.close()
 
     def connect(self) -> None:
-        """Raises CommandError where nothing answers at the address within the time limit."""
+        """Raises CommandError where nothing answers at the address within the time limit.
+
+        Asked with a plain socket: gRPC's own way takes a fifth of a second, and says less.
+        """
         try:
-            grpc.channel_ready_future(self._channel).result(timeout=CONNECT_TIMEOUT_S)
-        except grpc.FutureTimeoutError as error:
-            raise CommandError(f"no cluster answers at {self._address}", NOT_FOUND) from error
+            socket.create_connection(split_address(self._address), timeout=CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise CommandError(f"no cluster answers at {self._address}: {reason}", NOT_FOUND) from error
 
     def generate(
         self, request: inference_pb2.GenerateRequest, timeout_s: float | None, on_text: Callable[[str], None]

@@ -1,0 +1,256 @@
+"""`baton status`, `leases`, `down`, `up` as far as they go without a cluster; and how a cluster is found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from baton.v1 import admin_pb2
+from cluster.live.cluster_record import ClusterRecord, ClusterRecords
+from tests.unit.cli_scripted import ScriptedFront, answer, baton, serving
+
+COUNTS = admin_pb2.BlockCounts(total=100, free=60, active=20, cached=10, reserved=8, quarantined=2)
+STATUS = admin_pb2.GetStatusResponse(
+    cluster="c",
+    model="tiny",
+    epoch=3,
+    num_queued=1,
+    num_running=2,
+    num_fronts=1,
+    uptime_s=61.5,
+    pools=[
+        admin_pb2.PoolStatus(
+            name="p",
+            role="prefill",
+            wanted_replicas=2,
+            workers=[
+                admin_pb2.WorkerStatus(
+                    name="p-0",
+                    role="prefill",
+                    state="ready",
+                    incarnation=17,
+                    pid=4711,
+                    host="h",
+                    num_running=1,
+                    num_waiting=4,
+                    blocks=COUNTS,
+                )
+            ],
+        )
+    ],
+)
+LEASES = admin_pb2.GetLeasesResponse(
+    leases=[
+        admin_pb2.LeaseStatus(
+            lease_id=9,
+            request_id="r",
+            attempt=2,
+            worker="d-0#1",
+            peer="p-0#1",
+            side="reserved",
+            num_blocks=3,
+            size_bytes=3 * 2**20,
+            age_ms=1500,
+            remaining_ms=8500,
+        )
+    ]
+)
+
+
+def front() -> ScriptedFront:
+    return ScriptedFront(answer, status=STATUS, leases=LEASES)
+
+
+def a_record(name: str, address: str) -> ClusterRecord:
+    return ClusterRecord(
+        name=name,
+        run_id=f"run-{name}-of-a-test",
+        phase="serving",
+        launcher_pid=2**22 + 1,
+        launcher_started_s=0.0,
+        ray_owned=True,
+        address=address,
+    )
+
+
+def records(home: Path) -> ClusterRecords:
+    return ClusterRecords(home / "baton" / "clusters")
+
+
+def test_status_as_json(tmp_path: Path) -> None:
+    with serving(front()) as address:
+        said = baton("status", "--json", "-a", address, home=tmp_path)
+    assert said.exit_code == 0
+    told = json.loads(said.stdout)
+    assert {key: told[key] for key in ("cluster", "model", "epoch", "queued", "running", "fronts")} == {
+        "cluster": "c",
+        "model": "tiny",
+        "epoch": 3,
+        "queued": 1,
+        "running": 2,
+        "fronts": 1,
+    }
+    worker = {
+        "name": "p-0",
+        "role": "prefill",
+        "state": "ready",
+        "incarnation": 17,
+        "pid": 4711,
+        "host": "h",
+        "running": 1,
+        "waiting": 4,
+        "blocks": {"total": 100, "free": 60, "active": 20, "cached": 10, "reserved": 8, "quarantined": 2},
+    }
+    assert told["pools"] == [{"name": "p", "role": "prefill", "replicas": 2, "workers": [worker]}]
+
+
+def test_status_for_people(tmp_path: Path) -> None:
+    with serving(front()) as address:
+        lines = baton("status", "-a", address, home=tmp_path).stdout.splitlines()
+    assert lines[0] == "cluster c, model tiny, up for 61 s, 2 running, 1 queued"
+    assert lines[1] == "pool p: 1 of 2 workers ready"
+    assert lines[3].split() == (
+        [
+            "POOL",
+            "WORKER",
+            "ROLE",
+            "STATE",
+            "INCARNATION",
+            "PID",
+            "HOST",
+            "RUNNING",
+            "WAITING",
+            "TOTAL",
+            "FREE",
+            "ACTIVE",
+            "CACHED",
+            "RESERVED",
+            "QUARANTINED",
+        ]
+    )
+    assert lines[4].split() == [
+        "p",
+        "p-0",
+        "prefill",
+        "ready",
+        "17",
+        "4711",
+        "h",
+        "1",
+        "4",
+        "100",
+        "60",
+        "20",
+        "10",
+        "8",
+        "2",
+    ]
+
+
+def test_leases(tmp_path: Path) -> None:
+    with serving(front()) as address:
+        told = json.loads(baton("leases", "--json", "-a", address, home=tmp_path).stdout)
+        table = baton("leases", "-a", address, home=tmp_path).stdout.splitlines()
+    assert told == {
+        "leases": [
+            {
+                "lease_id": 9,
+                "request_id": "r",
+                "attempt": 2,
+                "worker": "d-0#1",
+                "peer": "p-0#1",
+                "side": "reserved",
+                "blocks": 3,
+                "bytes": 3 * 2**20,
+                "age_ms": 1500,
+                "remaining_ms": 8500,
+            }
+        ]
+    }
+    assert table[1].split() == ["9", "r/2", "reserved", "d-0#1", "p-0#1", "3", "3.0", "MiB", "1.5", "8.5"]
+
+
+def test_no_leases_is_said(tmp_path: Path) -> None:
+    with serving(ScriptedFront(answer)) as address:
+        assert baton("leases", "-a", address, home=tmp_path).stdout == "no leases and no quarantined blocks\n"
+        assert json.loads(baton("leases", "--json", "-a", address, home=tmp_path).stdout) == {"leases": []}
+
+
+def test_the_only_cluster_is_found_by_itself(tmp_path: Path) -> None:
+    with serving(front()) as address:
+        records(tmp_path).create(a_record("one", address))
+        assert baton("status", home=tmp_path).exit_code == 0
+
+
+def test_the_variable_names_a_cluster_and_the_option_comes_first(tmp_path: Path) -> None:
+    with serving(front()) as address:
+        assert baton("status", home=tmp_path, BATON_ADDRESS=address).exit_code == 0
+        assert baton("status", "-a", address, home=tmp_path, BATON_ADDRESS="nonsense").exit_code == 0
+        said = baton("status", home=tmp_path, BATON_ADDRESS="nonsense")
+    assert said.exit_code == 2 and said.stderr == "baton: BATON_ADDRESS 'nonsense' is not HOST:PORT\n"
+
+
+def test_several_clusters_are_a_question(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        records(tmp_path).create(a_record(name, "127.0.0.1:1"))
+    said = baton("status", home=tmp_path)
+    assert said.exit_code == 2 and "one at 127.0.0.1:1, two at 127.0.0.1:1" in said.stderr
+    assert baton("down", home=tmp_path).exit_code == 2
+
+
+@pytest.mark.parametrize("command", [["status"], ["leases"], ["generate", "--prompt", "a"]])
+def test_without_a_cluster_commands_say_how_to_get_one(tmp_path: Path, command: list[str]) -> None:
+    said = baton(*command, home=tmp_path)
+    assert said.exit_code == 3 and "baton up -f FILE" in said.stderr and not said.stdout
+
+
+@pytest.mark.parametrize("command", [["status"], ["leases"]])
+def test_a_dead_address_is_not_reachable(tmp_path: Path, command: list[str]) -> None:
+    said = baton(*command, "-a", "127.0.0.1:1", home=tmp_path)
+    assert said.exit_code == 3 and said.stderr.startswith("baton: ") and len(said.stderr.splitlines()) == 1
+
+
+def test_down_without_a_cluster_has_nothing_to_do(tmp_path: Path) -> None:
+    assert baton("down", home=tmp_path).exit_code == 0
+    said = baton("down", "nosuch", home=tmp_path)
+    assert said.exit_code == 3 and "nosuch" in said.stderr
+
+
+def test_down_clears_the_record_of_a_cluster_that_is_long_gone(tmp_path: Path) -> None:
+    records(tmp_path).create(a_record("gone", "127.0.0.1:1"))
+    said = baton("down", "gone", home=tmp_path)
+    assert said.exit_code == 0 and "cluster gone is down" in said.stderr
+    assert records(tmp_path).all() == []
+
+
+def test_a_damaged_record_is_no_record(tmp_path: Path) -> None:
+    folder = tmp_path / "baton" / "clusters"
+    folder.mkdir(parents=True)
+    (folder / "a.json").write_text("{")
+    (folder / "b.json").write_text('{"name": 3}')
+    (folder / "c.json").write_text("[]")
+    assert baton("status", home=tmp_path).exit_code == 3
+
+
+def test_up_refuses_a_bad_file_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("version: 1\nmodel: {path: x}\npools:\n  - {name: d, rolle: decode}\n")
+    said = baton("up", "-f", str(path), home=tmp_path)
+    assert said.exit_code == 2 and f"{path}:4: pools[0].role" in said.stderr
+    missing = baton("up", "-f", str(tmp_path / "none.yaml"), home=tmp_path)
+    assert missing.exit_code == 2 and "no readable file" in missing.stderr
+    assert records(tmp_path).all() == []
+
+
+def test_up_refuses_a_missing_model(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("version: 1\nmodel: {preset: smollm2-135m-instruct}\npools: [{name: d, role: decode}]\n")
+    said = baton("up", "-f", str(path), home=tmp_path)
+    assert said.exit_code == 2 and f"{path}:2: model.preset" in said.stderr and "baton model import" in said.stderr
+
+
+def test_an_unknown_model_cannot_be_imported(tmp_path: Path) -> None:
+    said = baton("model", "import", "gpt-9", home=tmp_path)
+    assert said.exit_code == 3 and "smollm2-135m-instruct" in said.stderr

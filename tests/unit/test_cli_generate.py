@@ -1,0 +1,178 @@
+"""`baton generate` against a front that the test plays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from baton.v1 import inference_pb2
+from tests.unit.cli_scripted import ScriptedFront, answer, baton, serving
+
+
+def test_the_answer_goes_to_stdout_and_the_summary_to_stderr(tmp_path: Path) -> None:
+    with serving(ScriptedFront(answer)) as address:
+        said = baton("generate", "--chat", "Hi", "--address", address, home=tmp_path)
+    assert (said.exit_code, said.stdout) == (0, "Hello world\n")
+    assert said.stderr == (
+        "stop; 20 prompt tokens (16 cached), 3 written; prefill-0 -> decode-0; 3.0 MiB of KV over shm; "
+        "first token after 40 ms; 20.0 tokens/s\n"
+    )
+
+
+def test_json_is_one_object_with_everything(tmp_path: Path) -> None:
+    with serving(ScriptedFront(answer)) as address:
+        said = baton("generate", "--prompt", "Hi", "--json", "-a", address, home=tmp_path)
+    assert (said.exit_code, said.stderr) == (0, "")
+    assert json.loads(said.stdout) == {
+        "request_id": "r1",
+        "text": "Hello world",
+        "token_ids": [11, 12, 13],
+        "outcome": "stop",
+        "usage": {"prompt_tokens": 20, "cached_tokens": 16, "completion_tokens": 3},
+        "workers": {"prefill": "prefill-0", "decode": "decode-0"},
+        "kv": {"bytes": 3 * 2**20, "transport": "shm"},
+        "timeline_ms": {
+            "queued": 0.5,
+            "reserved": 1.5,
+            "prefill": 30.0,
+            "push": 2.0,
+            "first_token": 40.0,
+            "decode": 100.0,
+        },
+    }
+
+
+def test_what_did_not_happen_is_null(tmp_path: Path) -> None:
+    def local(request: inference_pb2.GenerateRequest, context: object) -> Iterator[inference_pb2.GenerateResponse]:
+        done = inference_pb2.Done(
+            outcome=inference_pb2.OUTCOME_LENGTH,
+            decode_worker="decode-0",
+            timeline=inference_pb2.Timeline(queued_ms=0.0, first_token_ms=5.0),
+        )
+        yield inference_pb2.GenerateResponse(request_id="r", token_ids=[3], text="x", done=done)
+
+    with serving(ScriptedFront(local)) as address:
+        said = json.loads(baton("generate", "--prompt", "Hi", "--json", "-a", address, home=tmp_path).stdout)
+    assert said["outcome"] == "length"
+    assert said["workers"] == {"prefill": None, "decode": "decode-0"}
+    assert said["kv"] == {"bytes": 0, "transport": None}
+    assert said["timeline_ms"] == {
+        "queued": 0.0,
+        "reserved": None,
+        "prefill": None,
+        "push": None,
+        "first_token": 5.0,
+        "decode": None,
+    }
+
+
+def test_options_reach_the_request(tmp_path: Path) -> None:
+    front = ScriptedFront(answer)
+    options = [
+        "--max-tokens",
+        "9",
+        "--temperature",
+        "0.5",
+        "--top-k",
+        "40",
+        "--top-p",
+        "0.9",
+        "--seed",
+        "18446744073709551615",
+        "--ignore-eos",
+    ]
+    with serving(front) as address:
+        baton("generate", "--chat", "Hi", *options, "--stop", "a", "--stop", "b", "-a", address, home=tmp_path)
+        baton("generate", "--token-ids", "1, 2,3", "-a", address, home=tmp_path)
+    first, second = front.requests
+    assert [(message.role, message.content) for message in first.chat.messages] == [("user", "Hi")]
+    sampling = first.sampling
+    assert (sampling.max_tokens, sampling.top_k, sampling.seed, sampling.ignore_eos) == (9, 40, 2**64 - 1, True)
+    assert (sampling.temperature, round(sampling.top_p, 6)) == (0.5, 0.9)
+    assert list(first.stop) == ["a", "b"]
+    assert list(second.token_ids.ids) == [1, 2, 3]
+    assert not second.sampling.HasField("max_tokens") and not second.sampling.HasField("seed")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "give exactly one of --prompt, --chat and --token-ids"),
+        (["--prompt", "a", "--chat", "b"], "not --prompt and --chat"),
+        (["--token-ids", "1,x"], "--token-ids: 'x' is not a token id"),
+        (["--token-ids", "4294967296"], "--token-ids: '4294967296' is not a token id"),
+        (["--token-ids", ""], "--token-ids: '' is not a token id"),
+        (["--prompt", "a", "--seed", "-1"], "--seed:"),
+        (["--prompt", "a", "--max-tokens", "-1"], "--max-tokens:"),
+        (["--prompt", "a", "--top-k", "-1"], "--top-k:"),
+        (["--prompt", "a\udcff"], "--prompt: the text is not valid UTF-8"),
+        (["--chat", "a\udcff"], "--chat: the text is not valid UTF-8"),
+        (["--prompt", "a", "--temperature", "warm"], "--temperature"),
+        (["--prompt", "a", "--timeout", "0"], "--timeout"),
+        (["--prompt", "a", "--frobnicate"], "--frobnicate"),
+    ],
+)
+def test_invalid_input_is_refused_before_anyone_is_asked(tmp_path: Path, arguments: list[str], complaint: str) -> None:
+    front = ScriptedFront(answer)
+    with serving(front) as address:
+        said = baton("generate", *arguments, "-a", address, home=tmp_path)
+    assert said.exit_code == 2
+    assert complaint in said.stderr and "Traceback" not in said.stderr
+    assert not front.requests and not said.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "outcome"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, 2, "rejected_invalid"),
+        (grpc.StatusCode.NOT_FOUND, 3, None),
+        (grpc.StatusCode.UNAVAILABLE, 3, None),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, 4, "rejected_overload"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, 4, "deadline_exceeded"),
+        (grpc.StatusCode.ABORTED, 1, "worker_lost"),
+        (grpc.StatusCode.INTERNAL, 1, "internal"),
+        (grpc.StatusCode.CANCELLED, 1, "cancelled"),
+    ],
+)
+def test_a_failed_request_has_its_exit_code(
+    tmp_path: Path, code: grpc.StatusCode, exit_code: int, outcome: str | None
+) -> None:
+    def failing(request: object, context: grpc.ServicerContext) -> Iterator[inference_pb2.GenerateResponse]:
+        yield inference_pb2.GenerateResponse(request_id="r1", token_ids=[11], text="Hel")
+        context.set_trailing_metadata((("baton-retry-after-ms", "250"),))
+        context.abort(code, "for a reason")
+
+    with serving(ScriptedFront(failing)) as address:
+        said = baton("generate", "--prompt", "a", "-a", address, home=tmp_path)
+        with_json = baton("generate", "--prompt", "a", "--json", "-a", address, home=tmp_path)
+    assert said.exit_code == with_json.exit_code == exit_code
+    assert said.stdout == "Hel" and said.stderr.endswith("for a reason (try again in 250 ms)\n")
+    if outcome is None:
+        assert with_json.stdout == ""
+    else:
+        told = json.loads(with_json.stdout)
+        assert (told["outcome"], told["text"], told["token_ids"]) == (outcome, "Hel", [11])
+        assert "for a reason" in told["error"]
+
+
+def test_a_timeout_is_the_calls_deadline(tmp_path: Path) -> None:
+    def waiting(request: object, context: grpc.ServicerContext) -> Iterator[inference_pb2.GenerateResponse]:
+        assert context.time_remaining() < 1.0
+        context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "too late")
+        yield inference_pb2.GenerateResponse()
+
+    with serving(ScriptedFront(waiting)) as address:
+        assert baton("generate", "--prompt", "a", "--timeout", "0.2", "-a", address, home=tmp_path).exit_code == 4
+
+
+def test_an_answer_without_its_end_is_a_failure(tmp_path: Path) -> None:
+    def cut(request: object, context: object) -> Iterator[inference_pb2.GenerateResponse]:
+        yield inference_pb2.GenerateResponse(request_id="r1", token_ids=[11], text="Hel")
+
+    with serving(ScriptedFront(cut)) as address:
+        said = baton("generate", "--prompt", "a", "-a", address, home=tmp_path)
+    assert said.exit_code == 1 and "without its last message" in said.stderr
