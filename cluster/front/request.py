@@ -105,7 +105,7 @@ class FrontRequest:
         return tuple(leg.ref.worker for leg in self._legs)
 
     def live(self) -> LiveRequest:
-        """How this request is announced to a coordinator that has come back."""
+        """How this request is announced to a coordinator that has come back; one of attempt 0 is submitted anew."""
         return LiveRequest(request_id=self.spec.request_id, attempt=self._attempt, num_delivered=self.num_delivered)
 
     def next_deadline_ns(self) -> int | None:

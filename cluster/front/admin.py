@@ -1,0 +1,40 @@
+"""The Admin service as every front offers it: the coordinator answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc.aio
+
+from baton.v1 import admin_pb2, admin_pb2_grpc
+from cluster.wire.channels import make_channel
+
+SERVICE_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+TIMEOUT_S = 5.0
+
+
+class AdminForwarder(admin_pb2_grpc.AdminServicer):
+    def __init__(self, coordinator_address: str) -> None:
+        self._channel = make_channel(coordinator_address)
+        self._coordinator = admin_pb2_grpc.AdminStub(self._channel)
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+    async def GetStatus(
+        self, request: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.GetStatusResponse:
+        try:
+            return await self._coordinator.GetStatus(request, timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            await context.abort(error.code(), f"the coordinator: {error.details()}")
+        raise AssertionError("abort returned")
+
+    async def GetLeases(
+        self, request: admin_pb2.GetLeasesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.GetLeasesResponse:
+        try:
+            return await self._coordinator.GetLeases(request, timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            await context.abort(error.code(), f"the coordinator: {error.details()}")
+        raise AssertionError("abort returned")

@@ -1,0 +1,222 @@
+"""The running requests of a front: feeds their state machines with what comes in, and carries out their effects."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from cluster.core.errors import DuplicateRequestError
+from cluster.core.ids import FrontId, Outcome, WorkerId
+from cluster.core.messages import (
+    CancelRequest,
+    EndRequest,
+    FrontHello,
+    FrontWelcome,
+    Refused,
+    ToFrontMessage,
+    TokenBatch,
+)
+from cluster.front import request_effects as effects
+from cluster.front import request_events as events
+from cluster.front.client_output import MAX_WAITING_TOKENS, ClientOutput
+from cluster.front.coordinator_link import CoordinatorLink
+from cluster.front.output_text import OutputText
+from cluster.front.request import FrontRequest
+from cluster.front.request_spec import RequestLimits, RequestSpec
+from cluster.front.worker_streams import WorkerStreams
+
+NS_PER_S = 1_000_000_000
+
+logger = logging.getLogger(__name__)
+
+
+class _Session:
+    """One request: its state machine, its text, and what waits for its client."""
+
+    def __init__(self, request: FrontRequest, text: OutputText, output: ClientOutput) -> None:
+        self.request = request
+        self.text = text
+        self.output = output
+        self.is_text_finished = False
+        self.alarm: asyncio.TimerHandle | None = None
+        self.alarm_ns: int | None = None
+
+
+class Sessions:
+    """Everything runs on one event loop, and nothing here waits."""
+
+    def __init__(
+        self,
+        front: FrontId,
+        coordinator_address: str,
+        limits: RequestLimits,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.front = front
+        self.address = ""
+        self.link = CoordinatorLink(coordinator_address, self)
+        self.streams = WorkerStreams(front, self)
+        self._limits = limits
+        self._clock_ns = clock_ns
+        self._sessions: dict[str, _Session] = {}
+
+    # ---- clients -----------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._sessions
+
+    def now_ns(self) -> int:
+        return self._clock_ns()
+
+    def open(self, spec: RequestSpec, text: OutputText) -> ClientOutput:
+        """Starts the request. Raises DuplicateRequestError if one of that id is running."""
+        if spec.request_id in self._sessions:
+            raise DuplicateRequestError(f"request_id: a request {spec.request_id!r} is running already")
+        output = ClientOutput(spec.request_id, with_logprobs=spec.body.sampling.logprobs is not None)
+        self._sessions[spec.request_id] = _Session(FrontRequest(spec, self._limits), text, output)
+        self.handle(spec.request_id, events.Start())
+        if not self.link.is_up:
+            self.handle(spec.request_id, events.CoordinatorLost())
+        return output
+
+    def cancel(self, request_id: str, reason: str) -> bool:
+        """Whether such a request was running."""
+        found = request_id in self._sessions
+        self.handle(request_id, events.ClientGone(reason=reason))
+        return found
+
+    def cancel_all(self, reason: str) -> None:
+        self._handle_all(events.ClientGone(reason=reason))
+
+    # ---- the coordinator ---------------------------------------------------------------------------------------
+
+    def hello(self) -> FrontHello:
+        live = tuple(session.request.live() for session in self._sessions.values())
+        return FrontHello(front=self.front, address=self.address, live=live)
+
+    def coordinator_regained(self) -> None:
+        self._handle_all(events.CoordinatorRegained())
+
+    def coordinator_lost(self) -> None:
+        self._handle_all(events.CoordinatorLost())
+
+    def coordinator_said(self, message: ToFrontMessage) -> None:
+        if isinstance(message, FrontWelcome):
+            return
+        if isinstance(message, Refused | EndRequest):
+            self.handle(message.request_id, events.FromCoordinator(message=message))
+        elif message.attempt.request_id in self._sessions:
+            self.handle(message.attempt.request_id, events.FromCoordinator(message=message))
+        else:
+            # It has ended here. The word of that is on its way, unless it was lost with an earlier stream.
+            request_id, reason = message.attempt.request_id, "the request has ended"
+            self.link.send(CancelRequest(request_id=request_id, outcome=Outcome.CANCELLED, reason=reason))
+
+    # ---- workers -----------------------------------------------------------------------------------------------
+
+    def is_watching(self, worker: WorkerId) -> bool:
+        return any(worker in session.request.workers for session in self._sessions.values())
+
+    def worker_restored(self, worker: WorkerId) -> None:
+        self._handle_watchers(worker, events.WorkerStreamRestored(worker=worker))
+
+    def worker_lost(self, worker: WorkerId, reason: str) -> None:
+        self._handle_watchers(worker, events.WorkerStreamLost(worker=worker, reason=reason))
+
+    def tokens_came(self, batch: TokenBatch) -> None:
+        for run in batch.runs:
+            self.handle(run.attempt.request_id, events.RunReceived(worker=batch.worker, run=run))
+
+    # ---- the state machines ------------------------------------------------------------------------------------
+
+    def handle(self, request_id: str, event: events.Event) -> None:
+        """Feeds the event to the request, if it is still running, and carries out what follows from it."""
+        session = self._sessions.get(request_id)
+        queue: list[events.Event] = [event]
+        while session is not None and queue:
+            for effect in session.request.handle(self._clock_ns(), queue.pop(0)):
+                answer = self._carry_out(session, effect)
+                if answer is not None:
+                    queue.append(answer)
+        if session is not None:
+            self._set_alarm(request_id, session)
+
+    def _handle_all(self, event: events.Event) -> None:
+        for request_id in list(self._sessions):
+            self.handle(request_id, event)
+
+    def _handle_watchers(self, worker: WorkerId, event: events.Event) -> None:
+        watchers = [name for name, session in self._sessions.items() if worker in session.request.workers]
+        for request_id in watchers:
+            self.handle(request_id, event)
+
+    def _carry_out(self, session: _Session, effect: effects.Effect) -> events.Event | None:
+        """Returns the event that answers the effect, if one is due."""
+        match effect:
+            case effects.Deliver():
+                return self._deliver(session, effect)
+            case effects.ToCoordinator():
+                self.link.send(effect.message, effect.body)
+            case effects.WatchWorker():
+                down_reason = self.streams.watch(effect.ref, effect.watch)
+                if down_reason is not None:
+                    return events.WorkerStreamLost(worker=effect.ref.worker, reason=down_reason)
+            case effects.ForgetWorker():
+                self.streams.forget(effect.worker, effect.attempt)
+            case effects.End():
+                self._end(session, effect)
+        return None
+
+    def _deliver(self, session: _Session, effect: effects.Deliver) -> events.Event | None:
+        piece = session.text.push([token.token_id for token in effect.tokens])
+        session.output.add(effect.tokens[: piece.num_tokens], piece.text)
+        is_stopped = piece.is_stopped
+        if effect.last and not is_stopped:
+            is_stopped = self._finish_text(session)
+        if is_stopped:
+            session.is_text_finished = True
+            return events.StopMatched(num_tokens=effect.position + piece.num_tokens)
+        if session.output.is_overflowing:
+            return events.ClientGone(reason=f"the client is more than {MAX_WAITING_TOKENS} tokens behind")
+        return events.NoStopMatched() if effect.last else None
+
+    def _finish_text(self, session: _Session) -> bool:
+        """Sends what was held back; returns whether that completes a stop string."""
+        session.is_text_finished = True
+        rest = session.text.finish()
+        session.output.add((), rest.text)
+        return rest.is_stopped
+
+    def _end(self, session: _Session, end: effects.End) -> None:
+        if not session.is_text_finished:
+            self._finish_text(session)
+        session.output.finish(end)
+        del self._sessions[session.request.spec.request_id]
+        if end.outcome is Outcome.INTERNAL:
+            logger.error("request %s ended as internal: %s", session.request.spec.request_id, end.reason)
+
+    def _set_alarm(self, request_id: str, session: _Session) -> None:
+        """One alarm a request. One that rings early is harmless, so it is only moved forward."""
+        due_ns = session.request.next_deadline_ns()
+        if due_ns is None:
+            if session.alarm is not None:
+                session.alarm.cancel()
+            session.alarm, session.alarm_ns = None, None
+            return
+        if session.alarm_ns is not None and session.alarm_ns <= due_ns:
+            return
+        if session.alarm is not None:
+            session.alarm.cancel()
+        delay_s = max(0, due_ns - self._clock_ns()) / NS_PER_S
+        session.alarm_ns = due_ns
+        session.alarm = asyncio.get_running_loop().call_later(delay_s, self._ring, request_id, session)
+
+    def _ring(self, request_id: str, session: _Session) -> None:
+        session.alarm, session.alarm_ns = None, None
+        if self._sessions.get(request_id) is session:
+            self.handle(request_id, events.Tick())
