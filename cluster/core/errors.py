@@ -107,8 +107,8 @@ OUTCOME_STATUS: Final[dict[Outcome, Status]] = {
     Outcome.DEADLINE_EXCEEDED: Status("DEADLINE_EXCEEDED", 504),
     Outcome.REJECTED_INVALID: Status("INVALID_ARGUMENT", 400),
     Outcome.REJECTED_OVERLOAD: Status("RESOURCE_EXHAUSTED", 429),
-    Outcome.WORKER_LOST: Status("UNAVAILABLE", 503),
-    Outcome.TRANSFER_FAILED: Status("UNAVAILABLE", 502),
+    Outcome.WORKER_LOST: Status("ABORTED", 503),
+    Outcome.TRANSFER_FAILED: Status("ABORTED", 502),
     Outcome.INTERNAL: Status("INTERNAL", 500),
 }
 
