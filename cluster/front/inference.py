@@ -38,6 +38,9 @@ SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 RETRY_AFTER_TRAILER = "baton-retry-after-ms"
 
 MAX_OPEN_REQUESTS = 8192
+MAX_DETAILS_CHARACTERS = 1024
+"""Error messages quote what the client sent; trailers must stay small."""
+
 RETRY_WHEN_FULL_MS = 1000
 NUM_TOKENISER_THREADS = 2
 INLINE_PROMPT_LENGTH = 1024
@@ -72,8 +75,10 @@ class InferenceService:
         try:
             end = await self._write_answer(spec, output, context)
         finally:
-            # Not over yet if the call was cancelled: by the client, its connection, or its deadline.
-            self._sessions.cancel(spec.request_id, "the client cancelled the call or went away")
+            # The call was cancelled: by the client, its connection, or its deadline. (Once a request has ended, its id
+            # may be another's.)
+            if output.end is None:
+                self._sessions.cancel(spec.request_id, "the client cancelled the call or went away")
         if end.outcome not in (Outcome.STOP, Outcome.LENGTH):
             await _abort(context, self._error(end))
 
@@ -205,7 +210,7 @@ async def _abort(context: _AnyContext, error: BatonError) -> NoReturn:
     """Ends the call with the error's status, its message, and when to try again if that is known."""
     retry_after_ms = error.retry_after_ms if isinstance(error, RequestEndedError) else None
     trailers = () if retry_after_ms is None else ((RETRY_AFTER_TRAILER, str(retry_after_ms)),)
-    await context.abort(grpc.StatusCode[status_of(error).grpc], str(error), trailers)
+    await context.abort(grpc.StatusCode[status_of(error).grpc], str(error)[:MAX_DETAILS_CHARACTERS], trailers)
     raise AssertionError("abort returned")
 
 

@@ -48,8 +48,7 @@ class WorkerStreams:
         stream = self._streams.get(ref.worker)
         if stream is None:
             stream = self._streams[ref.worker] = _WorkerStream(self._front, ref, self._listener)
-            stream.task = asyncio.create_task(stream.run())
-            stream.task.add_done_callback(lambda _task: self._streams.pop(ref.worker, None))
+            stream.task = asyncio.create_task(self._keep(ref.worker, stream))
         elif stream.outbox is not None:
             stream.outbox.put(encode_token_request(watch))
         return stream.down_reason
@@ -58,6 +57,18 @@ class WorkerStreams:
         stream = self._streams.get(worker)
         if stream is not None and stream.outbox is not None:
             stream.outbox.put(encode_token_request(Forget(attempt=attempt)))
+
+    async def _keep(self, worker: WorkerId, stream: _WorkerStream) -> None:
+        reason = "it is not needed any more"
+        try:
+            await stream.run()
+        except Exception:
+            # A bug in the handling of what it sent. Requests that wait for it learn of it as of any lost stream.
+            reason = "it could not be served"
+            logger.exception("the token stream to %s failed", worker)
+        finally:
+            del self._streams[worker]
+        self._listener.worker_lost(worker, reason)
 
     async def close(self) -> None:
         tasks = [stream.task for stream in self._streams.values() if stream.task is not None]
@@ -85,8 +96,8 @@ class _WorkerStream:
                 self.down_reason = await self._run_stream(channel)
                 logger.info("the token stream to %s is down: %s", worker, self.down_reason)
                 self._listener.worker_lost(worker, self.down_reason)
-                num_idle_redials = 0 if self._listener.is_watching(worker) else num_idle_redials + 1
                 await asyncio.sleep(RECONNECT_DELAY_S)
+                num_idle_redials = 0 if self._listener.is_watching(worker) else num_idle_redials + 1
 
     async def _run_stream(self, channel: grpc.aio.Channel) -> str:
         """Opens one stream and reads it; returns why it ended."""

@@ -19,6 +19,7 @@ from baton.v1 import admin_pb2, admin_pb2_grpc, control_pb2_grpc, inference_pb2_
 from cluster.core.ids import AttemptId, Outcome, WorkerId
 from cluster.core.messages import (
     AttemptFailed,
+    EndRequest,
     Forget,
     FrontHello,
     FrontMessage,
@@ -109,7 +110,7 @@ class Script:
     token_ids: tuple[int, ...] = ()
     finish: Outcome = Outcome.LENGTH
     pause_s: float = 0.0
-    refuse: Refused | None = None
+    refuse: Refused | EndRequest | None = None
     is_ignored: bool = False
     hold_after: int | None = None
     fail_attempts: int = 0

@@ -17,10 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tokenizers import Tokenizer
 
-from baton.v1 import admin_pb2, inference_pb2
+from baton.v1 import admin_pb2, inference_pb2, inference_pb2_grpc
 from cluster.core.ids import Outcome
 from cluster.core.messages import (
     CancelRequest,
+    EndRequest,
     Forget,
     FrontHello,
     Refused,
@@ -301,6 +302,16 @@ def test_a_coordinator_that_stays_away(model_dir: Path) -> None:
         cluster.call(cluster.start_coordinator())
 
 
+@pytest.mark.parametrize("outcome", [Outcome.WORKER_LOST, Outcome.TRANSFER_FAILED, Outcome.INTERNAL])
+def test_what_the_coordinator_ends(cluster: ScriptedCluster, outcome: Outcome) -> None:
+    request_id = f"ends-{outcome.value}"
+    end = EndRequest(epoch=1, request_id=request_id, outcome=outcome, reason="attempts used up")
+    cluster.scripts[request_id] = Script(refuse=end)
+    error = _fails(cluster, Request(request_id=request_id, prompt="x"))
+    assert error.code() is (Code.INTERNAL if outcome is Outcome.INTERNAL else Code.ABORTED)
+    assert error.details() == f"{outcome.value}: attempts used up"
+
+
 def test_refusals(cluster: ScriptedCluster) -> None:
     for name, outcome, code, retry_after_ms in (
         ("full", Outcome.REJECTED_OVERLOAD, Code.RESOURCE_EXHAUSTED, 250),
@@ -386,6 +397,21 @@ def test_an_id_is_used_once_at_a_time(cluster: ScriptedCluster) -> None:
     cluster.wait_for(lambda: cluster.sent(CancelRequest, "same"))
     cluster.scripts["same"] = Script(token_ids=(9, 10))
     assert _token_ids(_generate(cluster, Request(request_id="same", prompt="x"))) == [9, 10]
+
+
+def test_a_client_that_does_not_read(cluster: ScriptedCluster) -> None:
+    """What waits for it is bounded, and it holds up nobody else."""
+    cluster.scripts["deaf"] = Script(token_ids=(9,) * 12_000, logprob=-0.5)
+    request = Request(request_id="deaf", prompt="x", sampling=Sampling(logprobs=2))
+    narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**14))
+    with grpc.insecure_channel(cluster.address, options=narrow) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=TIMEOUT_S)
+        cluster.wait_for(lambda: cluster.sent(CancelRequest, "deaf"))
+        assert "tokens behind" in cluster.sent(CancelRequest, "deaf")[0].reason
+        assert _generate(cluster, Request(prompt="x"))
+        with pytest.raises(grpc.RpcError) as raised:
+            list(call)
+        assert raised.value.code() is Code.CANCELLED  # type: ignore[attr-defined]
 
 
 def test_many_at_once(cluster: ScriptedCluster, tokenizer: Tokenizer) -> None:
@@ -489,6 +515,7 @@ def test_another_model_is_not_found(cluster: ScriptedCluster) -> None:
     error = _fails(cluster, Request(model="other", prompt="x"))
     assert error.code() is Code.NOT_FOUND and "'other'" in error.details() and "'tiny'" in error.details()
     assert _generate(cluster, Request(model="tiny", prompt="x"))
+    assert _fails(cluster, Request(model="x" * 100_000, prompt="x")).code() is Code.NOT_FOUND
 
 
 def _field(number: int, content: bytes) -> bytes:

@@ -309,5 +309,5 @@ class FrontRequestMachine(RuleBasedStateMachine):
             assert len(self.client.token_ids) == LENGTH
 
 
-FrontRequestMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+FrontRequestMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestFrontRequest = FrontRequestMachine.TestCase

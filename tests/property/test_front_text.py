@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -117,6 +119,23 @@ def test_spaces_and_byte_tokens(parts: list[str], cuts: list[int]) -> None:
     pieces = _incrementally(SENTENCEPIECE, ids, cuts)
     assert "".join(pieces) == SENTENCEPIECE.decode(ids)
     assert all("\ufffd" not in piece for piece in pieces)
+
+
+SMOLLM2_PATH = Path.home() / ".cache" / "baton" / "models" / "SmolLM2-135M-Instruct" / "tokenizer.json"
+
+
+@functools.cache
+def _smollm2() -> Tokenizer:
+    return Tokenizer.from_file(str(SMOLLM2_PATH))
+
+
+@pytest.mark.skipif(not SMOLLM2_PATH.is_file(), reason="the demo model has not been imported")
+@settings(max_examples=200, deadline=None)
+@given(text=TEXT, noise=st.lists(st.integers(0, 49_151), max_size=20), cuts=CUTS)
+def test_the_demo_models_tokenizer(text: str, noise: list[int], cuts: list[int]) -> None:
+    tokenizer = _smollm2()
+    for ids in (tokenizer.encode(text).ids, noise):
+        assert "".join(_incrementally(tokenizer, ids, cuts)) == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
