@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import secrets
 import select
 import socket
 import threading
@@ -41,28 +40,14 @@ from kv_transfer.transport.base import (
     WriteCompleted,
     WriteFailed,
 )
-from kv_transfer.transport.peer_process import PeerProcess, PeerProcessError, identify
+from kv_transfer.transport.peer_process import PeerProcess, PeerProcessError
 from kv_transfer.transport.shm_copier import Copier, CopyJob
 from kv_transfer.transport.shm_dial import DialError, Dialled, dial
-from kv_transfer.transport.shm_link import MAX_QUEUED_FRAMES, Link, LinkClosedError, Outgoing
+from kv_transfer.transport.shm_greeter import Greeter, refuse
+from kv_transfer.transport.shm_link import MAX_QUEUED_FRAMES, Link, LinkClosedError, Outgoing, send_last_word
 from kv_transfer.transport.shm_pool import PoolMemory
-from kv_transfer.transport.shm_wire import (
-    BYE,
-    MAX_FRAME_BYTES,
-    NOTIFY,
-    Endpoint,
-    Hello,
-    Refused,
-    ShmProtocolError,
-    Welcome,
-    decode_frame,
-    encode_endpoint,
-    encode_frame,
-)
+from kv_transfer.transport.shm_wire import BYE, MAX_FRAME_BYTES, NOTIFY, Hello, Welcome, encode_endpoint, encode_frame
 
-LISTEN_BACKLOG = 128
-MAX_UNGREETED = 64
-"""Accepted connections that have not said HELLO; beyond it the oldest is closed."""
 MAX_DIALS = 64
 DIAL_JOIN_INTERVAL_S = 0.02
 MAX_FENCED_LIVES = 4096
@@ -99,12 +84,10 @@ class ShmTransport:
         self.me = me
         self._pool = pool
         self._memory = as_memory(pool.mapping)
-        self._token = secrets.token_hex(16)
         self._events: deque[TransportEvent] = deque()
-        self._handlers: dict[int, Callable[[int], None]] = {}
+        self._handlers: dict[int, Callable[[], None]] = {}
         self._dials: dict[PeerId, tuple[threading.Thread, socket.socket]] = {}
         self._dialled: deque[tuple[PeerId, Dialled | DialError]] = deque()
-        self._ungreeted: dict[int, socket.socket] = {}
         self._outbound: dict[PeerId, Link] = {}
         self._inbound: dict[PeerId, Link] = {}
         self._leaving: list[Link] = []
@@ -119,19 +102,14 @@ class ShmTransport:
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._copier = Copier(self._memory, self._wake_fd)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._address = f"baton-kv-{secrets.token_hex(16)}"
-        self._listener.bind("\0" + self._address)
-        self._listener.listen(LISTEN_BACKLOG)
-        self._listener.setblocking(False)
-        self._watch(self._wake_fd, self._on_wake)
-        self._watch(self._listener.fileno(), self._on_accept)
-        _transports_here[self._token] = self
+        self.watch(self._wake_fd, self._on_wake)
+        self._greeter = Greeter(self, self._refusal, self._welcome)
+        _transports_here[self._greeter.endpoint.token] = self
 
     # ---- Transport -------------------------------------------------------------------------------------------
 
     def endpoint(self) -> bytes:
-        return encode_endpoint(Endpoint(address=self._address, token=self._token))
+        return encode_endpoint(self._greeter.endpoint)
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
         if peer in self._outbound or peer in self._dials:
@@ -170,10 +148,10 @@ class ShmTransport:
 
     def poll(self) -> list[TransportEvent]:
         self._is_polling = True
-        for fd, mask in self._epoll.poll(0):
+        for fd, _ in self._epoll.poll(0):
             handler = self._handlers.get(fd)
             if handler is not None:  # else an earlier handler of this round has closed it
-                handler(mask)
+                handler()
         self._is_polling = False
         events = list(self._events)
         self._events.clear()
@@ -224,11 +202,9 @@ class ShmTransport:
         self._copier.stop()
         for link in list(self._leaving):
             self._leave(link)
-        for ungreeted in self._ungreeted.values():
-            ungreeted.close()
+        self._greeter.close()
         for life in self._lives.values():
             life.process.close()
-        self._listener.close()
         self._epoll.close()
         os.close(self._wake_fd)
         self._handlers.clear()
@@ -252,7 +228,7 @@ class ShmTransport:
 
     def _run_dial(self, connection: socket.socket, peer: PeerId, endpoint: bytes) -> None:
         try:
-            result: Dialled | DialError = dial(connection, self.me, self._token, peer, endpoint)
+            result: Dialled | DialError = dial(connection, self.me, self._greeter.endpoint.token, peer, endpoint)
         except DialError as error:
             result = error
         self._dialled.append((peer, result))
@@ -270,56 +246,11 @@ class ShmTransport:
             self._watch_link(link)
             self._emit(Connected(peer=peer))
 
-    # ---- connecting, as the one written to -------------------------------------------------------------------
-
-    def _on_accept(self, mask: int) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # nobody is waiting, or the one who was has left
-            connection.setblocking(False)
-            fd = connection.fileno()
-            self._ungreeted[fd] = connection
-            self._watch(fd, functools.partial(self._on_hello, connection))
-            if len(self._ungreeted) > MAX_UNGREETED:
-                self._close_ungreeted(next(iter(self._ungreeted.values())))
-
-    def _close_ungreeted(self, connection: socket.socket) -> None:
-        self._unwatch(connection.fileno())
-        del self._ungreeted[connection.fileno()]
-        connection.close()
-
-    def _on_hello(self, connection: socket.socket, mask: int) -> None:
-        try:
-            data = connection.recv(MAX_FRAME_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._close_ungreeted(connection)
-            return
-        try:
-            hello = decode_frame(data)
-            if not isinstance(hello, Hello):
-                raise ShmProtocolError("the connection did not begin with HELLO")
-            refusal = self._refusal(hello)
-            process = None if refusal else identify(connection)
-        except (ShmProtocolError, PeerProcessError) as error:
-            refusal, process = str(error), None
-        if process is None or not isinstance(hello, Hello):
-            _log.warning("refused a shm connection: %s", refusal)
-            _send_quietly(connection, encode_frame(Refused(reason=refusal or "")))
-            self._close_ungreeted(connection)
-            return
-        self._unwatch(connection.fileno())
-        del self._ungreeted[connection.fileno()]
-        self._welcome(hello, connection, process)
+    # ---- being written to, and the fence ----------------------------------------------------------------------
 
     def _refusal(self, hello: Hello) -> str | None:
         writer = hello.writer
-        if hello.target != self.me or hello.token != self._token:
+        if hello.target != self.me or hello.token != self._greeter.endpoint.token:
             return f"this is {self.me.name} (incarnation {self.me.incarnation})"
         if writer in self._fencing or writer in self._fenced:
             return f"{writer.name} (incarnation {writer.incarnation}) is fenced"
@@ -333,13 +264,12 @@ class ShmTransport:
         life = self._lives.get(peer)
         if life is not None and life.process.pid != process.pid:
             process.close()
-            _send_quietly(connection, encode_frame(Refused(reason=f"{peer.name} lives in another process")))
-            connection.close()
+            refuse(connection, f"{peer.name} (incarnation {peer.incarnation}) lives in another process")
             return
         if life is None:
             self._lives[peer] = _Life(process=process, token=hello.writer_token)
             if not process.is_local:
-                self._watch(process.pidfd, functools.partial(self._on_death, peer))
+                self.watch(process.pidfd, functools.partial(self._on_death, peer))
         else:
             process.close()
         frame = encode_frame(Welcome(size_bytes=self._pool.size_bytes))
@@ -352,7 +282,7 @@ class ShmTransport:
         except OSError as error:
             self._lose(peer, str(error))
 
-    def _on_death(self, peer: PeerId, mask: int) -> None:
+    def _on_death(self, peer: PeerId) -> None:
         for link in self._links_of(peer):
             self._receive(link)  # what it said before it died
         self._lose(peer, "its process has died")
@@ -363,7 +293,7 @@ class ShmTransport:
         life = self._lives.pop(peer, None)
         if life is not None:
             if not life.process.is_local:
-                self._unwatch(life.process.pidfd)
+                self.unwatch(life.process.pidfd)
             life.process.close()
         if peer in self._fencing:
             del self._fencing[peer]
@@ -424,10 +354,10 @@ class ShmTransport:
     # ---- links -----------------------------------------------------------------------------------------------
 
     def _watch_link(self, link: Link) -> None:
-        self._watch(link.connection.fileno(), functools.partial(self._on_link, link))
+        self.watch(link.connection.fileno(), functools.partial(self._on_link, link))
 
-    def _on_link(self, link: Link, mask: int) -> None:
-        if mask & select.EPOLLOUT:
+    def _on_link(self, link: Link) -> None:
+        if link.is_full:
             self._flush(link)
         if link.connection.fileno() in self._handlers:
             ended = self._receive(link)
@@ -457,11 +387,11 @@ class ShmTransport:
         """Ends both directions. Where we are the writer, copies under way are waited for before we unmap."""
         inbound = self._inbound.pop(peer, None)
         if inbound is not None:
-            self._unwatch(inbound.connection.fileno())
+            self.unwatch(inbound.connection.fileno())
             inbound.connection.close()
         outbound = self._outbound.pop(peer, None)
         if outbound is not None:
-            self._unwatch(outbound.connection.fileno())
+            self.unwatch(outbound.connection.fileno())
             for posted in self._posted.values():
                 if posted.link is outbound:
                     posted.job.is_cancelled = True
@@ -474,12 +404,12 @@ class ShmTransport:
         assert link.region is not None
         self._leaving.remove(link)
         link.region.revoke()
-        _send_quietly(link.connection, bytes([BYE]))
+        send_last_word(link.connection, bytes([BYE]))
         link.connection.close()
 
     # ---- descriptors -----------------------------------------------------------------------------------------
 
-    def _on_wake(self, mask: int) -> None:
+    def _on_wake(self) -> None:
         os.eventfd_read(self._wake_fd)
         self._take_ended()
         self._take_dialled()
@@ -489,21 +419,13 @@ class ShmTransport:
             os.eventfd_write(self._wake_fd, 1)  # what no descriptor reports must make `fileno` readable, too
         self._events.append(event)
 
-    def _watch(self, fd: int, handler: Callable[[int], None]) -> None:
+    def watch(self, fd: int, handler: Callable[[], None]) -> None:
         self._handlers[fd] = handler
         self._epoll.register(fd, select.EPOLLIN)
 
-    def _unwatch(self, fd: int) -> None:
+    def unwatch(self, fd: int) -> None:
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
-
-
-def _send_quietly(connection: socket.socket, frame: bytes) -> None:
-    """For a last word: whoever cannot hear it any more need not."""
-    try:
-        connection.send(frame)
-    except OSError as error:
-        _log.debug("a last word was not heard: %s", error)
 
 
 def _shut_down(connection: socket.socket) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections import deque
 from dataclasses import dataclass, field
@@ -13,6 +14,9 @@ from kv_transfer.transport.shm_wire import MAX_FRAME_BYTES
 MAX_QUEUED_FRAMES = 4096
 """Frames that wait for the peer to read; one more and it counts as gone."""
 MAX_FRAMES_PER_POLL = 256
+
+
+_log = logging.getLogger(__name__)
 
 
 class LinkClosedError(Exception):
@@ -68,3 +72,11 @@ class Link:
                 return frames, f"sent a frame of more than {MAX_FRAME_BYTES} bytes"
             frames.append(data)
         return frames, None
+
+
+def send_last_word(connection: socket.socket, frame: bytes) -> None:
+    """Sends without minding whether it is heard."""
+    try:
+        connection.send(frame)
+    except OSError as error:
+        _log.debug("a last word was not heard: %s", error)
