@@ -1,0 +1,1 @@
+"""The decode worker: its profile and its process entry."""

@@ -1,0 +1,1 @@
+"""The prefill worker: its profile and its process entry."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from cluster.core.messages import WorkerHello
+from cluster.core.messages import Prefill, Reserve, RunLocal, WorkerHello
 from engine.core.scheduler import SchedulerConfig
 from kv_transfer.protocol.limits import PushLimits
 
 SECOND_NS = 1_000_000_000
-MILLISECOND_NS = 1_000_000
+
+Work = Reserve | Prefill | RunLocal
+"""The commands that start a leg."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,7 @@ class WorkerStateConfig:
     Attributes:
         hello: what the worker says of itself when it registers; load and inventory are filled in each time.
         num_blocks: size of the KV pool. model_fingerprint: part of every block hash.
+        accepts: the kinds of work that the worker's role takes; any other is refused.
         max_reserved_blocks: watermark on reserved plus quarantined blocks, None for the pool's default.
         checksums: whether pushed blocks are summed and verified.
     """
@@ -58,6 +61,7 @@ class WorkerStateConfig:
     scheduler: SchedulerConfig
     num_blocks: int
     model_fingerprint: str
+    accepts: tuple[type[Work], ...] = (Reserve, Prefill, RunLocal)
     max_reserved_blocks: int | None = None
     checksums: bool = True
     push_limits: PushLimits = field(default_factory=PushLimits)

@@ -21,6 +21,10 @@ class CoordinatorLink:
         self._heartbeat_ns = 0
         self._next_heartbeat_ns: int | None = None
 
+    @property
+    def is_registered(self) -> bool:
+        return self._unregistered_since_ns is None
+
     def connected(self) -> None:
         self.is_connected = True
         self._next_heartbeat_ns = None
@@ -60,6 +64,5 @@ class CoordinatorLink:
         return self._next_heartbeat_ns
 
     def check_invariants(self) -> None:
-        is_registered = self._unregistered_since_ns is None
-        assert not is_registered or self.is_connected, "registered without a stream"
-        assert (self._next_heartbeat_ns is not None) == is_registered, "a registered worker reports"
+        assert not self.is_registered or self.is_connected, "registered without a stream"
+        assert (self._next_heartbeat_ns is not None) == self.is_registered, "a registered worker reports"

@@ -13,7 +13,7 @@ from cluster.agent import events as ev
 from cluster.agent.effects import Effect, RunStep, Shutdown, ToCoordinator
 from cluster.agent.leg_control import LegControl
 from cluster.agent.legs import LegTable
-from cluster.agent.limits import WorkerStateConfig
+from cluster.agent.limits import Work, WorkerStateConfig
 from cluster.agent.link import CoordinatorLink
 from cluster.agent.outbox import Outbox
 from cluster.agent.pushes import Pushes
@@ -116,6 +116,11 @@ class WorkerState:
         """To look at (the simulator and tests do); only WorkerState changes it."""
         return self._pool
 
+    @property
+    def is_registered(self) -> bool:
+        """Whether the coordinator has welcomed this worker on its present stream."""
+        return self._link.is_registered
+
     def num_legs(self) -> int:
         """Attempts of which anything is held or computed here."""
         return len(self._legs)
@@ -211,20 +216,27 @@ class WorkerState:
             case WorkerRefused(reason=reason):
                 self._shutdown_reason = f"the coordinator refused this worker: {reason}"
 
-    def _on_work(self, now_ns: int, command: Reserve | Prefill | RunLocal, body: RequestBody | None) -> None:
+    def _on_work(self, now_ns: int, command: Work, body: RequestBody | None) -> None:
+        if not isinstance(command, self._config.accepts):
+            self._refuse_work(command, f"a {self._config.hello.role.value} worker takes no {type(command).__name__}")
+            return
+        if body is None:
+            self._refuse_work(command, "the command came without a body")
+            return
         match command:
-            case Reserve() if body is None:
-                self._reports.append(ReserveRefused(attempt=command.attempt, reason="the command came without a body"))
-            case _ if body is None:
-                reason = "the command came without a body"
-                failed = LegFailed(attempt=command.attempt, outcome=Outcome.INTERNAL, reason=reason, retryable=True)
-                self._reports.append(failed)
             case Reserve():
                 self._control.reserve(now_ns, command, body)
             case Prefill():
                 self._control.prefill(now_ns, command, body)
             case RunLocal():
                 self._control.run_local(now_ns, command, body)
+
+    def _refuse_work(self, command: Work, reason: str) -> None:
+        if isinstance(command, Reserve):
+            self._reports.append(ReserveRefused(attempt=command.attempt, reason=reason))
+        else:
+            failed = LegFailed(attempt=command.attempt, outcome=Outcome.INTERNAL, reason=reason, retryable=True)
+            self._reports.append(failed)
 
     def _on_step_failed(self, now_ns: int, reason: str) -> None:
         self._control.step_failed(now_ns, self._stepper.failed(), reason)

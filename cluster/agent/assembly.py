@@ -1,0 +1,152 @@
+"""Puts a worker together: its model on its pool, the pool's transport, and the state machine's configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+
+from cluster.agent.limits import SECOND_NS, AgentLimits, WorkerStateConfig
+from cluster.agent.pool import TransportPool, open_pool
+from cluster.agent.settings import RoleProfile, WorkerSettings
+from cluster.core.messages import RankEndpoint, WorkerHello, WorkerLoad, WorkerRef
+from engine.core.scheduler import SchedulerConfig
+from engine.core.step import StepPlan, StepResult
+from engine.model.config import ModelConfig, model_fingerprint
+from engine.runner import Runner
+from kv_transfer.checksum import Memory, checksums
+from kv_transfer.protocol.layout import KVLayout, LayerGroup
+from kv_transfer.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+COMPATIBILITY_SIZE_BYTES = 16
+
+
+class Engine:
+    """A model on its pool, and what the rest of the worker needs to know of it.
+
+    Attributes:
+        transport: registered on the pool's memory. fingerprint, name: of the model; the name is for people.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        pool: TransportPool,
+        *,
+        scheduler: SchedulerConfig,
+        layout: KVLayout,
+        fingerprint: str,
+        name: str,
+    ) -> None:
+        self._runner: Runner | None = runner
+        self._pool = pool
+        self._memory: Memory | None = pool.memory
+        self.scheduler = scheduler
+        self.layout = layout
+        self.fingerprint = fingerprint
+        self.name = name
+
+    @property
+    def transport(self) -> Transport:
+        return self._pool.transport
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """One step; on the engine thread only."""
+        assert self._runner is not None, "the engine is closed"
+        return self._runner.run(plan)
+
+    def checksums(self, block_ids: tuple[int, ...]) -> list[int]:
+        """Of whole blocks as they are in the pool; on any thread."""
+        assert self._memory is not None, "the engine is closed"
+        size_bytes = self.layout.block_size_bytes
+        return checksums(self._memory, [(block_id * size_bytes, size_bytes) for block_id in block_ids])
+
+    def close(self) -> None:
+        """Gives model and pool back. Nothing may be running."""
+        self._runner = None
+        self._memory = None
+        self._pool.close()
+
+
+def load_engine(settings: WorkerSettings, profile: RoleProfile) -> Engine:
+    """Makes the pool, loads the model onto it and warms it up. Takes seconds.
+
+    Raises: FileNotFoundError, ValueError, ModelWeightsError.
+    """
+    config = ModelConfig.from_directory(settings.model_dir)
+    layout = KVLayout(
+        groups=(LayerGroup(num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim),),
+        block_size=settings.block_size,
+        dtype=settings.dtype,
+    )
+    scheduler = _scheduler_config(settings, profile, config)
+    pool = open_pool(settings, layout.pool_size_bytes(settings.num_blocks))
+    try:
+        runner = Runner.from_directory(
+            settings.model_dir,
+            settings.dtype,
+            settings.num_blocks,
+            settings.block_size,
+            settings.threads,
+            buffer=pool.buffer,
+        )
+        runner.warm_up(settings.max_step_tokens)
+    except BaseException:
+        pool.close()
+        raise
+    return Engine(
+        runner,
+        pool,
+        scheduler=scheduler,
+        layout=layout,
+        fingerprint=model_fingerprint(settings.model_dir, settings.revision),
+        name=settings.model_dir.name,
+    )
+
+
+def _scheduler_config(settings: WorkerSettings, profile: RoleProfile, model: ModelConfig) -> SchedulerConfig:
+    max_model_tokens = settings.max_model_tokens or model.max_position_embeddings
+    if max_model_tokens > model.max_position_embeddings:
+        raise ValueError(f"max_model_tokens: {max_model_tokens}, the model takes {model.max_position_embeddings}")
+    return SchedulerConfig(
+        block_size=settings.block_size,
+        max_step_tokens=settings.max_step_tokens,
+        max_running=settings.max_running,
+        prefill_chunk_tokens=settings.prefill_chunk_tokens or profile.prefill_chunk_tokens,
+        max_model_tokens=max_model_tokens,
+        eos_token_ids=frozenset(model.eos_token_ids),
+    )
+
+
+def state_config(
+    settings: WorkerSettings, profile: RoleProfile, engine: Engine, token_address: str
+) -> WorkerStateConfig:
+    """What WorkerState is told of this life."""
+    details = f"model={engine.fingerprint} {engine.layout.compatibility()}"
+    endpoint = RankEndpoint(rank=0, transport=engine.transport.name, endpoint=engine.transport.endpoint())
+    hello = WorkerHello(
+        ref=WorkerRef(worker=settings.worker, token_address=token_address, endpoints=(endpoint,)),
+        pool=settings.pool,
+        role=settings.role,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        model=engine.name,
+        compatibility=hashlib.blake2b(details.encode(), digest_size=COMPATIBILITY_SIZE_BYTES).hexdigest(),
+        compatibility_details=details,
+        block_size=settings.block_size,
+        block_size_bytes=engine.layout.block_size_bytes,
+        max_model_tokens=engine.scheduler.max_model_tokens,
+        load=WorkerLoad(),
+    )
+    return WorkerStateConfig(
+        hello=hello,
+        scheduler=engine.scheduler,
+        num_blocks=settings.num_blocks,
+        model_fingerprint=engine.fingerprint,
+        accepts=profile.accepts,
+        checksums=settings.checksums,
+        limits=AgentLimits(coordinator_grace_ns=int(settings.coordinator_grace_s * SECOND_NS)),
+    )

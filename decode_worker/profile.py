@@ -1,0 +1,13 @@
+"""The decode role: takes KV over and writes answers.
+
+Where no prefill worker is to be had, and after a preemption, it reads prompts as well: in small chunks, because each
+one holds up everybody's next token.
+"""
+
+from __future__ import annotations
+
+from cluster.agent.settings import RoleProfile
+from cluster.core.ids import Role
+from cluster.core.messages import Reserve, RunLocal
+
+PROFILE = RoleProfile(role=Role.DECODE, accepts=(Reserve, RunLocal), prefill_chunk_tokens=64)

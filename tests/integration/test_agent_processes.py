@@ -1,0 +1,274 @@
+"""Workers as real processes, with a tiny model: answers, losses, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.v1 import admin_pb2, admin_pb2_grpc
+from cluster.core.ids import Outcome, Role
+from cluster.wire.channels import make_channel
+from engine.core.request import RequestBody
+from engine.core.sampling import SamplingParams
+from engine.core.step import StepPlan
+from engine.runner import Runner
+from tests.support.engine_model import make_step, write_tiny_model
+from tests.support.plain_cluster import ROOT, Answer, PlainCluster, WorkerProcess, greedy
+
+CONTEXT = 1024
+BLOCK_SIZE = 16
+ARGUMENTS = ("--kv-blocks", "200", "--prefill-chunk-tokens", "64")
+DEADLINE_S = 60.0
+MARGIN_MS = 50
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_tiny_model(directory, max_position_embeddings=CONTEXT)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Callable[[RequestBody], list[int]]:
+    """What the engine alone draws, one sequence at a time and without chunks."""
+    runner = Runner.from_directory(model, "float32", CONTEXT // BLOCK_SIZE, BLOCK_SIZE, 1)
+    table = list(range(CONTEXT // BLOCK_SIZE))
+
+    def draw(body: RequestBody) -> list[int]:
+        output: list[int] = []
+        tokens, start = list(body.prompt_ids), 0
+        while len(output) < body.sampling.max_tokens:
+            step = make_step(
+                tokens,
+                start,
+                table,
+                sampling=body.sampling,
+                position=len(output),
+                prompt_ids=body.prompt_ids,
+                output_ids=output,
+            )
+            (drawn,) = runner.run(StepPlan(step_id=0, sequences=[step])).tokens
+            assert drawn is not None
+            output.append(drawn.token_id)
+            tokens, start = [drawn.token_id], start + len(tokens)
+        return output
+
+    return draw
+
+
+def prompt(num_tokens: int, salt: int = 0) -> list[int]:
+    return [3 + (7 * index + salt) % 90 for index in range(num_tokens)]
+
+
+def run(test: Callable[[PlainCluster], Awaitable[None]], model: Path, folder: Path, **coordinator: float) -> None:
+    async def main() -> None:
+        async with PlainCluster(model, folder, **coordinator) as cluster:
+            await test(cluster)
+
+    asyncio.run(main())
+
+
+async def start(cluster: PlainCluster, *, num_prefill: int = 1, num_decode: int = 1) -> dict[str, WorkerProcess]:
+    roles = [(Role.PREFILL, f"p{i}") for i in range(num_prefill)] + [(Role.DECODE, f"d{i}") for i in range(num_decode)]
+    workers = [await cluster.start_worker(role, name, *ARGUMENTS) for role, name in roles]
+    for worker in workers:
+        await worker.ready()
+    return {worker.name: worker for worker in workers}
+
+
+async def nothing_held(cluster: PlainCluster) -> None:
+    """Waits until heartbeats sent from now on show that no worker holds a block, a lease or a request."""
+    began_s = time.monotonic()
+    async with make_channel(cluster.address) as channel:
+        admin = admin_pb2_grpc.AdminStub(channel)
+        while True:
+            status = await admin.GetStatus(admin_pb2.GetStatusRequest())
+            leases = await admin.GetLeases(admin_pb2.GetLeasesRequest())
+            elapsed_ms = (time.monotonic() - began_s) * 1e3
+            workers = [worker for pool in status.pools for worker in pool.workers if worker.state != "lost"]
+            are_fresh = all(worker.heartbeat_age_ms < elapsed_ms - MARGIN_MS for worker in workers)
+            if workers and are_fresh and not any(num_held(worker) for worker in workers) and not leases.leases:
+                return
+            assert elapsed_ms < DEADLINE_S * 1e3, f"still held: {status} {leases}"
+            await asyncio.sleep(0.05)
+
+
+def num_held(worker: admin_pb2.WorkerStatus) -> int:
+    blocks = worker.blocks
+    return blocks.active + blocks.reserved + blocks.quarantined + worker.num_running + worker.num_waiting
+
+
+def test_disaggregated_answers_equal_those_of_the_engine_alone(
+    model: Path, tmp_path: Path, expected: Callable[[RequestBody], list[int]]
+) -> None:
+    async def scenario(cluster: PlainCluster) -> None:
+        workers = await start(cluster)
+        bodies = [greedy(prompt(n, salt=n), 20) for n in (1, 2, 15, 16, 17, 32, 33, 64, 255, 256, 500)]
+        seeded = SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=7, logprobs=2)
+        bodies.append(RequestBody(prompt_ids=tuple(prompt(40, salt=5)), sampling=seeded))
+        alone = [await cluster.answer(f"alone-{i}", body) for i, body in enumerate(bodies)]
+        at_once = [cluster.front.submit(f"at-once-{i}", body) for i, body in enumerate(bodies)]
+        await asyncio.gather(*(answer.done.wait() for answer in at_once))
+        for answer in [*alone, *at_once]:
+            assert answer.outcome is Outcome.LENGTH, answer.reason
+            assert [ref.worker.name for ref in answer.workers] == ["p0", "d0"]
+            assert answer.tokens == expected(answer.body), f"{len(answer.body.prompt_ids)} prompt tokens"
+        check_timelines(alone[10])
+        await nothing_held(cluster)
+        assert [await worker.stop() for worker in workers.values()] == [0, 0]
+
+    run(scenario, model, tmp_path)
+
+
+def check_timelines(answer: Answer) -> None:
+    """Of 500 tokens in chunks of 64: all blocks are sent, those of the last chunk not before it was computed."""
+    prefill, decode = answer.timelines["p0"], answer.timelines["d0"]
+    block_size_bytes = 3 * 2 * 2 * BLOCK_SIZE * 16 * 4
+    assert decode.kv_bytes == 32 * block_size_bytes
+    assert decode.kv_early_bytes <= 28 * block_size_bytes
+    assert decode.kv_transport == "shm"
+    assert prefill.prefill_ms is not None and decode.push_ms is not None and decode.decode_ms is not None
+
+
+def test_first_token_that_ends_the_request_and_a_client_that_leaves(model: Path, tmp_path: Path) -> None:
+    async def scenario(cluster: PlainCluster) -> None:
+        await start(cluster)
+        single = await cluster.answer("single", greedy(prompt(40), 1))
+        assert (single.outcome, len(single.tokens)) == (Outcome.LENGTH, 1)
+        for index, num_tokens in enumerate((0, 1, 5, 50)):
+            answer = cluster.front.submit(f"leaves-{index}", greedy(prompt(300, salt=index), 600))
+            async with asyncio.timeout(DEADLINE_S):
+                while len(answer.tokens) < num_tokens:
+                    await asyncio.sleep(0.001)
+            cluster.front.cancel(f"leaves-{index}")
+        await nothing_held(cluster)
+
+    run(scenario, model, tmp_path)
+
+
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+def test_killed_worker_costs_no_token(
+    model: Path, tmp_path: Path, expected: Callable[[RequestBody], list[int]], victim: str
+) -> None:
+    async def scenario(cluster: PlainCluster) -> None:
+        workers = await start(cluster, num_prefill=2, num_decode=2)
+        body = greedy(prompt(400), 300)
+        answer = cluster.front.submit("r", body)
+        async with asyncio.timeout(DEADLINE_S):
+            while len(answer.tokens) < (5 if victim == "decode" else 0) or not answer.workers:
+                await asyncio.sleep(0.001)
+        killed = answer.workers[1 if victim == "decode" else 0].worker.name
+        workers[killed].process.kill()
+        async with asyncio.timeout(DEADLINE_S):
+            await answer.done.wait()
+        assert answer.outcome is Outcome.LENGTH, answer.reason
+        assert answer.tokens == expected(body)
+        await nothing_held(cluster)
+
+    run(scenario, model, tmp_path)
+
+
+def test_paused_prefill_worker_is_ended_and_the_request_recomputed(
+    model: Path, tmp_path: Path, expected: Callable[[RequestBody], list[int]]
+) -> None:
+    async def scenario(cluster: PlainCluster) -> None:
+        workers = await start(cluster, num_prefill=2)
+        body = greedy(prompt(900), 20)
+        answer = cluster.front.submit("r", body)
+        async with asyncio.timeout(DEADLINE_S):
+            while not answer.workers:
+                await asyncio.sleep(0.0005)
+        paused = workers[answer.workers[0].worker.name]
+        paused.process.send_signal(signal.SIGSTOP)
+        async with asyncio.timeout(DEADLINE_S):
+            await answer.done.wait()
+        assert answer.tokens == expected(body)
+        if answer.attempt > 1:  # else it was done before it was paused
+            assert await paused.process.wait() == -signal.SIGKILL
+        await nothing_held(cluster)
+
+    run(scenario, model, tmp_path, heartbeat_timeout_s=2.0)
+
+
+def test_worker_without_coordinator_ends_and_says_why(model: Path, tmp_path: Path) -> None:
+    async def scenario(cluster: PlainCluster) -> None:
+        worker = await cluster.start_worker(
+            Role.DECODE, "d0", "--kv-blocks", "64", "--coordinator", "127.0.0.1:1", "--coordinator-grace", "0.2"
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            assert await worker.process.wait() == 1
+        assert "no coordinator" in worker.log.read_text()
+
+    run(scenario, model, tmp_path)
+
+
+def test_workers_end_when_their_coordinator_does_not_come_back(model: Path, tmp_path: Path) -> None:
+    async def scenario(cluster: PlainCluster) -> None:
+        worker = await cluster.start_worker(Role.PREFILL, "p0", *ARGUMENTS, "--coordinator-grace", "0.5")
+        await worker.ready()
+        await cluster.stop_coordinator()
+        async with asyncio.timeout(DEADLINE_S):
+            assert await worker.process.wait() in (1, -signal.SIGKILL)
+
+    run(scenario, model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--kv-blocks", "8"), "max_model_tokens"),
+        (("--kv-blocks", "64", "--model", "/nowhere"), "/nowhere"),
+        (("--kv-blocks", "64", "--transport", "loopback"), "loopback"),
+        (("--kv-blocks", "64", "--max-model-tokens", "4096"), "max_model_tokens"),
+        (("--kv-blocks", "4000000000"), "does not fit"),
+    ],
+)
+def test_impossible_settings_end_the_process_with_a_reason(
+    model: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    async def scenario(cluster: PlainCluster) -> None:
+        worker = await cluster.start_worker(Role.DECODE, "d0", *arguments)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await worker.process.wait() == 1
+        last = worker.log.read_text().strip().splitlines()[-1]
+        assert message in last and "Traceback" not in worker.log.read_text()
+
+    run(scenario, model, tmp_path)
+
+
+def test_worker_ends_with_the_process_that_started_it(model: Path, tmp_path: Path) -> None:
+    async def scenario(cluster: PlainCluster) -> None:
+        script = (
+            "import subprocess, sys, time; "
+            f"p = subprocess.Popen([sys.executable, '-m', 'decode_worker', '--coordinator', '{cluster.address}', "
+            f"'--model', {str(model)!r}, '--kv-blocks', '64', '--name', 'd0', '--with-parent']); "
+            "print(p.pid, flush=True); time.sleep(600)"
+        )
+        parent = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            script,
+            stdout=asyncio.subprocess.PIPE,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
+        )
+        assert parent.stdout is not None
+        child = psutil.Process(int(await parent.stdout.readline()))
+        assert (await parent.stdout.readline()).startswith(b"ready")
+        parent.kill()
+        await parent.wait()
+        deadline_s = time.monotonic() + DEADLINE_S
+        while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline_s, "the worker outlives its parent"
+            await asyncio.sleep(0.05)
+
+    run(scenario, model, tmp_path)
