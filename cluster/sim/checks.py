@@ -19,6 +19,7 @@ def watch_landings(world: World) -> None:
         worker = WorkerId(receiver.name, receiver.incarnation)
         pool = next(node for node in world.all_workers if node.worker == worker).state.pool
         state, generation = pool.state(grant.block_id), pool.generation(grant.block_id)
+        world.num_late_copies += state is BlockState.QUARANTINED
         if state not in WRITABLE or generation != grant.generation:
             raise Violation(
                 f"a write of {sender.name}#{sender.incarnation} lands in block {grant.block_id} of {worker}, which is "
@@ -42,9 +43,20 @@ def check_outcomes(world: World) -> None:
 
 
 def leftovers(world: World) -> list[str]:
-    """What is still held anywhere, in words; empty once everything is over."""
+    """What is still kept anywhere, in words; empty once everything is over."""
     found = [f"{node.front} still has {node.num_live} requests" for node in world.fronts if node.num_live]
-    return found + _coordinator_leftovers(world) + _worker_leftovers(world)
+    found += _registry_leftovers(world)
+    for node in world.all_workers:
+        if node.process.alive and node.state.num_token_records():
+            found.append(f"{node.worker} has {node.state.num_token_records()} token records")
+        if node.process.alive and node is not world.worker(node.worker.name):
+            found.append(f"{node.worker} runs beside its successor")
+    return found + held(world)
+
+
+def held(world: World) -> list[str]:
+    """Blocks, legs, leases, requests and bodies, wherever they are."""
+    return _coordinator_leftovers(world) + _worker_leftovers(world)
 
 
 def _coordinator_leftovers(world: World) -> list[str]:
@@ -57,13 +69,17 @@ def _coordinator_leftovers(world: World) -> list[str]:
         for view in state.leases(now_ns)
     ]
     registered = [worker for pool in state.status(now_ns).pools for worker in pool.workers]
-    found += [f"the coordinator counts {view.num_legs} legs at {view.worker}" for view in registered if view.num_legs]
-    lives = {view.worker for view in registered}
-    for name in world.scenario.worker_names:
-        life = world.worker(name)
-        if life is None or life.worker not in lives:
-            found.append(f"no life of {name} that runs is registered")
-    return found
+    return found + [f"the coordinator counts {view.num_legs} legs at {view.worker}" for view in registered if view.num_legs]
+
+
+def _registry_leftovers(world: World) -> list[str]:
+    """Names whose life that runs the coordinator does not know."""
+    status = world.coordinator.state.status(world.coordinator.process.now_ns())
+    lives = {view.worker for pool in status.pools for view in pool.workers}
+    running = [(name, world.worker(name)) for name in world.scenario.worker_names]
+    return [
+        f"no life of {name} that runs is registered" for name, life in running if life is None or life.worker not in lives
+    ]
 
 
 def _worker_leftovers(world: World) -> list[str]:
@@ -71,15 +87,12 @@ def _worker_leftovers(world: World) -> list[str]:
     for node in world.all_workers:
         if not node.process.alive:
             continue
-        if node is not world.worker(node.worker.name):
-            found.append(f"{node.worker} runs beside its successor")
         counts = node.state.pool.counts()
-        held = {
+        kept = {
             "active blocks": counts.active,
             "reserved blocks": counts.reserved,
             "quarantined blocks": counts.quarantined,
             "legs": node.state.num_legs(),
-            "token records": node.state.num_token_records(),
         }
-        found += [f"{node.worker} has {count} {what}" for what, count in held.items() if count]
+        found += [f"{node.worker} has {count} {what}" for what, count in kept.items() if count]
     return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cluster.core.ids import Outcome
-from cluster.sim.engine_model import Answer, expected_answer
-from cluster.sim.scenario import Request
+from cluster.sim.engine_model import Oracle
+from cluster.sim.scenario import Request, Scenario
 
 
 class Violation(Exception):
@@ -16,20 +16,27 @@ class Violation(Exception):
 class Client:
     """Receives one request's tokens and its end, and complains the moment either is wrong."""
 
-    def __init__(self, request: Request, max_model_tokens: int, now_ns: Callable[[], int]) -> None:
+    def __init__(self, request: Request, scenario: Scenario, now_ns: Callable[[], int]) -> None:
         self.request = request
-        self.answer = _answer(request, max_model_tokens)
-        self.token_ids: list[int] = []
         self.outcome: Outcome | None = None
         self.reason = ""
         self.is_unavailable = False
         self.has_left = False
-        self.started_ns: int | None = None
         self.first_token_ns: int | None = None
         self.ended_ns: int | None = None
         self.on_token: Callable[[int], None] = lambda num_tokens: None
         self._now_ns = now_ns
-        self._max_model_tokens = max_model_tokens
+        self._oracle = Oracle(
+            request.prompt_ids,
+            request.sampling,
+            scenario.max_model_tokens,
+            stop_pair=request.stop_pair,
+            num_variants=scenario.num_variants,
+        )
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self._oracle.token_ids
 
     @property
     def has_ended(self) -> bool:
@@ -45,13 +52,13 @@ class Client:
         if token_ids and self.first_token_ns is None:
             self.first_token_ns = self._now_ns()
         for token_id in token_ids:
-            position = len(self.token_ids)
-            if position >= len(self.answer.token_ids) or token_id != self.answer.token_ids[position]:
-                wanted = self.answer.token_ids[position : position + 1]
-                raise Violation(f"{name} was given token {token_id} at position {position}, right is {wanted}")
-            self.token_ids.append(token_id)
-            if self.answer.stop_at == len(self.token_ids):
-                return self.answer.stop_at
+            choices = self._oracle.choices()
+            if token_id not in choices:
+                position = len(self.token_ids)
+                raise Violation(f"{name} was given token {token_id} at position {position}, right is {choices}")
+            self._oracle.accept(token_id)
+            if self._oracle.has_stop_match:
+                return len(self.token_ids)
         if token_ids:
             self.on_token(len(self.token_ids))
         return None
@@ -64,17 +71,18 @@ class Client:
         self._judge(outcome)
 
     def on_unavailable(self) -> None:
-        """The front died: the connection breaks."""
-        self.is_unavailable = True
-        self.ended_ns = self._now_ns()
+        """The front is dead: the connection breaks, which after the end is of no interest."""
+        if not self.has_ended:
+            self.is_unavailable = True
+            self.ended_ns = self._now_ns()
 
     def _judge(self, outcome: Outcome) -> None:
         """Whether this outcome may be, whatever happened in the cluster."""
         request, name = self.request, self.request.request_id
         told = f"{name} ended as {outcome.value} ({self.reason}) with {len(self.token_ids)} tokens"
         if outcome in (Outcome.STOP, Outcome.LENGTH):
-            if outcome is not self.answer.outcome or len(self.token_ids) != len(self.answer.token_ids):
-                raise Violation(f"{told}; right is {self.answer.outcome.value} after {len(self.answer.token_ids)}")
+            if outcome is not self._oracle.outcome:
+                raise Violation(f"{told}; right is {self._oracle.outcome or 'to go on'}")
         elif outcome is Outcome.CANCELLED:
             if not self.has_left:
                 raise Violation(f"{told}, but its client did not leave")
@@ -86,9 +94,3 @@ class Client:
                 raise Violation(f"{told}, but it is valid")
         elif outcome is Outcome.REJECTED_OVERLOAD and self.token_ids:
             raise Violation(f"{told}: it had been admitted")
-
-
-def _answer(request: Request, max_model_tokens: int) -> Answer:
-    if request.is_invalid:
-        return Answer(token_ids=(), outcome=Outcome.REJECTED_INVALID)
-    return expected_answer(request.prompt_ids, request.sampling, max_model_tokens, request.stop_pair)

@@ -27,17 +27,23 @@ class StepCost:
         return self.base_ns + plan.num_tokens * self.token_ns + context * self.context_ns
 
 
-def draw(context: ContextHash, sampling: SamplingParams, position: int, history: Sequence[int]) -> int:
-    """The token after `context`: depends on its KV, on the seed unless greedy, on the position, and, with penalties, on
-    the history they are counted from. An end-of-sequence token cannot be drawn before `min_tokens`."""
+def draw(
+    context: ContextHash, sampling: SamplingParams, position: int, history: Sequence[int], variant: int = 0
+) -> int:
+    """The token after `context`.
+
+    It depends on the context's KV, on the seed unless greedy, on the position, and, with penalties, on the history
+    they are counted from. `variant` stands for the low bits that batching and chunking change in bfloat16. An
+    end-of-sequence token cannot be drawn before `min_tokens`.
+    """
     key = position if sampling.is_greedy else position + (sampling.seed + 1) * 1009
     if sampling.presence_penalty:
         key = mix(key, hash_history(history))
-    token_id = mix(context.value, key) % VOCABULARY_SIZE
-    if position < sampling.min_tokens and (token_id == EOS_TOKEN_ID or token_id in sampling.stop_token_ids):
-        banned = {EOS_TOKEN_ID, *sampling.stop_token_ids}
-        token_id = next(other for other in range(token_id + 1, token_id + 99) if other % VOCABULARY_SIZE not in banned)
-    return token_id % VOCABULARY_SIZE
+    token_id = mix(context.value + variant, key) % VOCABULARY_SIZE
+    if position < sampling.min_tokens:
+        while token_id == EOS_TOKEN_ID or token_id in sampling.stop_token_ids:
+            token_id = (token_id + 1) % VOCABULARY_SIZE
+    return token_id
 
 
 def hash_history(token_ids: Sequence[int]) -> int:
@@ -47,50 +53,64 @@ def hash_history(token_ids: Sequence[int]) -> int:
     return value
 
 
-def run_plan(plan: StepPlan, memory: KVMemory) -> StepResult:
+def run_plan(plan: StepPlan, memory: KVMemory, variant: int = 0) -> StepResult:
     """Reads each sequence's KV through its block table, writes that of the step's tokens, and draws."""
-    return StepResult(step_id=plan.step_id, tokens=[_run_sequence(step, memory) for step in plan.sequences])
+    return StepResult(step_id=plan.step_id, tokens=[_run_sequence(step, memory, variant) for step in plan.sequences])
 
 
-def _run_sequence(step: SequenceStep, memory: KVMemory) -> SampledToken | None:
+def _run_sequence(step: SequenceStep, memory: KVMemory, variant: int) -> SampledToken | None:
     context = ContextHash(memory.read(step.block_table, step.start))
     for position, token_id in enumerate(step.token_ids, start=step.start):
         memory.write_slot(step.block_table, position, context.append(token_id))
     if not step.sample:
         return None
-    return SampledToken(token_id=draw(context, step.sampling, step.position, step.output_ids))
+    return SampledToken(token_id=draw(context, step.sampling, step.position, step.output_ids, variant))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The whole right answer of a request. `stop_at`: number of tokens up to the end of its stop string, if any."""
+class Oracle:
+    """Knows which tokens may come next in an answer, computed without pool, scheduler or transfer.
 
-    token_ids: tuple[int, ...]
-    outcome: Outcome
-    stop_at: int | None = None
-
-
-def expected_answer(
-    prompt_ids: Sequence[int],
-    sampling: SamplingParams,
-    max_model_tokens: int,
-    stop_pair: tuple[int, int] | None = None,
-) -> Answer:
-    """What a request must get, computed without pool, scheduler or transfer.
-
-    `stop_pair` is two token ids that stand for a stop string.
+    Where arithmetic is inexact several are right, but the one that was given decides what may follow it: tokens of
+    two runs of one request do not mix.
     """
-    context = ContextHash()
-    for token_id in prompt_ids:
-        context.append(token_id)
-    output: list[int] = []
-    while True:
-        token_id = draw(context, sampling, len(output), output)
-        output.append(token_id)
-        if stop_pair is not None and tuple(output[-2:]) == stop_pair:
-            return Answer(token_ids=tuple(output), outcome=Outcome.STOP, stop_at=len(output))
-        if token_id in sampling.stop_token_ids or (token_id == EOS_TOKEN_ID and not sampling.ignore_eos):
-            return Answer(token_ids=tuple(output), outcome=Outcome.STOP)
-        if len(output) == sampling.max_tokens or len(prompt_ids) + len(output) == max_model_tokens:
-            return Answer(token_ids=tuple(output), outcome=Outcome.LENGTH)
-        context.append(token_id)
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        max_model_tokens: int,
+        *,
+        stop_pair: tuple[int, int] | None = None,
+        num_variants: int = 1,
+    ) -> None:
+        """`stop_pair` is two token ids that stand for a stop string."""
+        self.token_ids: list[int] = []
+        self.outcome: Outcome | None = None
+        """How the answer ends; None before its last token."""
+        self.has_stop_match = False
+        self._sampling = sampling
+        self._room = max_model_tokens - len(prompt_ids)
+        self._stop_pair = stop_pair
+        self._num_variants = num_variants
+        self._context = ContextHash()
+        for token_id in prompt_ids:
+            self._context.append(token_id)
+
+    def choices(self) -> list[int]:
+        """The tokens that are right at the next position; none after the last one."""
+        if self.outcome is not None:
+            return []
+        args = (self._context, self._sampling, len(self.token_ids), self.token_ids)
+        return [draw(*args, variant) for variant in range(self._num_variants)]
+
+    def accept(self, token_id: int) -> None:
+        """That token was given."""
+        self.token_ids.append(token_id)
+        self._context.append(token_id)
+        sampling = self._sampling
+        self.has_stop_match = self._stop_pair is not None and tuple(self.token_ids[-2:]) == self._stop_pair
+        is_eos = token_id == EOS_TOKEN_ID and not sampling.ignore_eos
+        if self.has_stop_match or is_eos or token_id in sampling.stop_token_ids:
+            self.outcome = Outcome.STOP
+        elif len(self.token_ids) in (sampling.max_tokens, self._room):
+            self.outcome = Outcome.LENGTH

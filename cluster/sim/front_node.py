@@ -57,12 +57,11 @@ class FrontNode:
         self._live: dict[str, _Live] = {}
         self._links: dict[WorkerId, _WorkerLink] = {}
         self._coordinator: StreamEnd | None = None
-        process.on_exit(lambda _reason: self._hang_up())
         self._dial_coordinator()
 
     @property
     def num_live(self) -> int:
-        return len(self._live)
+        return len(self._live) if self.process.alive else 0
 
     # ---- clients ----------------------------------------------------------------------------------------------
 
@@ -78,11 +77,6 @@ class FrontNode:
     def hang_up(self, request_id: str) -> None:
         """The client cancels, or its connection breaks."""
         self._handle(request_id, events.ClientGone(reason="the client left"))
-
-    def _hang_up(self) -> None:
-        for live in self._live.values():
-            live.client.on_unavailable()
-        self._live.clear()
 
     # ---- coordinator ------------------------------------------------------------------------------------------
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from cluster.sim.engine_model import VOCABULARY_SIZE
+from cluster.sim.engine_model import VOCABULARY_SIZE, StepCost
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
 from cluster.sim.scenario import Fault, FaultKind, Request, Scenario
 from cluster.sim.transport import Family
 from engine.core.sampling import SamplingParams
 
 MAX_ARRIVAL_NS = 500 * MILLISECOND_NS
-MAX_FAULT_START_NS = 800 * MILLISECOND_NS
+MAX_FAULT_DELAY_NS = 400 * MILLISECOND_NS
 MAX_FAULT_NS = 6 * SECOND_NS
 MIN_FAULT_NS = 2 * MILLISECOND_NS
 DATA_FAULTS = (
@@ -25,6 +25,7 @@ DATA_FAULTS = (
     "slow_write",
     "cut",
 )
+FREQUENT_FAULTS = (FaultKind.DATA, FaultKind.DATA, FaultKind.PAUSE, FaultKind.PAUSE, FaultKind.CRASH)
 NEEDS_CHECKSUMS = ("corrupt", "skip_data")
 
 
@@ -48,14 +49,19 @@ def generate(seed: int) -> Scenario:
         max_running=draw.choice((2, 4, 8)),
         checksums=draw.random() < 0.8,
         family=draw.choice((Family.SHARED_MEMORY, Family.REMOTE)),
+        num_variants=draw.choice((1, 3)),
+        cost=StepCost(base_ns=draw.choice((1, 4, 4, 60)) * MILLISECOND_NS),
+        link_ns_per_byte=draw.choice((100, 2_000, 20_000)),
         same_address=draw.random() < 0.5,
+        can_kill=draw.random() < 0.6,
         restart_ns=int(draw.choice((0.02, 0.3, 1.5)) * SECOND_NS),
         queue_limit=draw.choice((2, 64, 64)),
         queue_timeout_s=draw.choice((3.0, 10.0)),
         heartbeat_timeout_s=draw.choice((1.0, 3.0)),
         max_attempts=draw.choice((2, 3, 6)),
     )
-    return dataclasses.replace(shape, requests=_requests(draw, shape), faults=_faults(draw, shape))
+    requests = _requests(draw, shape)
+    return dataclasses.replace(shape, requests=requests, faults=_faults(draw, shape, requests))
 
 
 # ---- load -----------------------------------------------------------------------------------------------------
@@ -96,7 +102,7 @@ def _request(draw: random.Random, shape: Scenario, index: int, stems: list[list[
 
 
 def _sampling(draw: random.Random, room: int) -> SamplingParams:
-    max_tokens = max(1, min(draw.choice((1, 2, 3, 6, 10, 16)), room))
+    max_tokens = max(1, min(draw.choice((1, 2, 3, 6, 10, 16, 40)), room))
     return SamplingParams(
         temperature=draw.choice((0.0, 1.0)),
         presence_penalty=draw.choice((0.0, 0.0, 0.5)),
@@ -119,21 +125,25 @@ def _log_uniform(draw: random.Random, low: int, high: int) -> int:
 # ---- faults ---------------------------------------------------------------------------------------------------
 
 
-def _faults(draw: random.Random, shape: Scenario) -> tuple[Fault, ...]:
-    num_faults = draw.choice((0, 1, 1, 2, 3, 5))
-    faults = [_fault(draw, shape) for _ in range(num_faults)]
+def _faults(draw: random.Random, shape: Scenario, requests: tuple[Request, ...]) -> tuple[Fault, ...]:
+    """Faults begin soon after some request has arrived: that is when they can do harm."""
+    num_faults = draw.choice((0, 1, 2, 2, 3, 4, 6))
+    faults = []
+    for _ in range(num_faults):
+        delay_ns = _log_uniform(draw, MILLISECOND_NS, MAX_FAULT_DELAY_NS)
+        faults.append(_fault(draw, shape, draw.choice(requests).arrival_ns + delay_ns))
     return tuple(sorted(faults, key=lambda fault: fault.at_ns))
 
 
-def _fault(draw: random.Random, shape: Scenario) -> Fault:
-    kind = draw.choice((*FaultKind, FaultKind.DATA, FaultKind.DATA, FaultKind.PAUSE, FaultKind.CRASH))
+def _fault(draw: random.Random, shape: Scenario, at_ns: int) -> Fault:
+    kind = draw.choice((*FaultKind, *FREQUENT_FAULTS))
     workers, fronts = list(shape.worker_names), list(shape.front_names)
     target, other = draw.choice(workers), ""
     amount, detail = 0.0, ""
     if kind in (FaultKind.CUT, FaultKind.PARTITION, FaultKind.STALL):
         target, other = _pair(draw, shape)
     elif kind in (FaultKind.PAUSE, FaultKind.CLOCK_JUMP):
-        target = draw.choice([*workers, *workers, *fronts, "coordinator"])
+        target = draw.choice([*workers, *workers, *shape.prefill_names, *fronts, "coordinator"])
     elif kind is FaultKind.CRASH:
         target = draw.choice([*workers, *workers, *fronts])
     elif kind is FaultKind.DATA:
@@ -145,7 +155,7 @@ def _fault(draw: random.Random, shape: Scenario) -> Fault:
         amount = draw.choice((1, 2, 4))
     return Fault(
         kind=kind,
-        at_ns=draw.randrange(MAX_FAULT_START_NS),
+        at_ns=at_ns,
         duration_ns=_log_uniform(draw, MIN_FAULT_NS, MAX_FAULT_NS),
         target=target,
         other=other,

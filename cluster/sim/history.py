@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cluster.sim.checks import check_outcomes, leftovers, watch_landings
+from cluster.sim.checks import check_outcomes, held, leftovers, watch_landings
 from cluster.sim.client import Client, Violation
 from cluster.sim.generator import generate
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
@@ -20,6 +21,8 @@ LIVENESS_NS = 150 * SECOND_NS
 """Once faults have stopped, every request must have ended within this time."""
 GRACE_NS = 90 * SECOND_NS
 """And then everything that was held must be free within this."""
+PROMPT_NS = 1 * SECOND_NS
+"""Where nothing went wrong, blocks, legs and leases are free so soon; records of tokens may stay for their time."""
 LOOK_INTERVAL_NS = 250 * MILLISECOND_NS
 
 
@@ -28,8 +31,10 @@ class HistoryError(Exception):
 
     def __init__(self, seed: int, error: BaseException) -> None:
         self.seed = seed
+        frame = traceback.extract_tb(error.__traceback__)[-1]
         super().__init__(
-            f"seed {seed}: {type(error).__name__}: {error}\n  replay: python -m cluster.sim --seed {seed} --trace"
+            f"seed {seed}: {type(error).__name__}: {error}\n  in {frame.name} ({frame.filename}:{frame.lineno})"
+            f"\n  replay: python -m cluster.sim --seed {seed} --trace"
         )
 
 
@@ -41,6 +46,9 @@ class Report:
     num_events: int = 0
     num_given_up: int = 0
     num_lives: int = 0
+    num_copies: int = 0
+    num_late_copies: int = 0
+    num_fences: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     virtual_ns: int = 0
 
@@ -49,6 +57,9 @@ class Report:
         self.num_events += other.num_events
         self.num_given_up += other.num_given_up
         self.num_lives += other.num_lives
+        self.num_copies += other.num_copies
+        self.num_late_copies += other.num_late_copies
+        self.num_fences += other.num_fences
         self.virtual_ns += other.virtual_ns
         self.outcomes += other.outcomes
 
@@ -56,7 +67,8 @@ class Report:
         outcomes = ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items()))
         return (
             f"{self.num_histories} histories, {self.num_events} events, {self.virtual_ns / SECOND_NS:.0f} simulated s, "
-            f"{self.num_lives} worker lives, {self.num_given_up} given up; requests: {outcomes}"
+            f"{self.num_lives} worker lives, {self.num_given_up} given up, {self.num_fences} fences, "
+            f"{self.num_copies} blocks pushed, {self.num_late_copies} of them late; requests: {outcomes}"
         )
 
 
@@ -83,6 +95,8 @@ def run_world(world: World) -> None:
     world.stop_faults()
     _run_until_empty(world, LIVENESS_NS, lambda: _unfinished(world), "never ended")
     check_outcomes(world)
+    if not scenario.faults:
+        _run_until_empty(world, PROMPT_NS, lambda: held(world), "is held")
     _run_until_empty(world, GRACE_NS, lambda: leftovers(world), "is left over")
     world.check_invariants()
 
@@ -104,6 +118,9 @@ def report(world: World) -> Report:
         num_events=world.kernel.num_events,
         num_given_up=world.num_given_up,
         num_lives=len(world.all_workers),
+        num_copies=world.fabric.num_copies,
+        num_late_copies=world.num_late_copies,
+        num_fences=world.fabric.num_fences,
         virtual_ns=world.kernel.now_ns,
         outcomes=Counter(_end_of(client) for client in world.clients),
     )

@@ -93,7 +93,10 @@ class Scenario:
     """A history before it happens. Equal scenarios with equal seeds give equal histories.
 
     Attributes:
+        num_variants: 1 is exact arithmetic; with more, each draw picks one of so many equally right tokens.
+        link_ns_per_byte: what pushing costs; simulated blocks are tiny.
         same_address: a restarted worker serves at the address of its earlier life.
+        can_kill: a life that the coordinator gives up is killed; otherwise it has to find out by itself.
         restart_ns: how long after its end a process is started again.
     """
 
@@ -111,11 +114,14 @@ class Scenario:
     family: Family = Family.SHARED_MEMORY
     same_address: bool = False
     restart_ns: int = 300 * MILLISECOND_NS
+    can_kill: bool = True
     queue_limit: int = 64
     queue_timeout_s: float = 10.0
     heartbeat_timeout_s: float = 3.0
     max_attempts: int = 4
+    num_variants: int = 1
     cost: StepCost = SIM_COST
+    link_ns_per_byte: int = 400
     push_limits: PushLimits = SIM_PUSH_LIMITS
     agent_limits: AgentLimits = SIM_AGENT_LIMITS
     request_limits: RequestLimits = SIM_REQUEST_LIMITS

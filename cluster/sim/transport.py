@@ -34,8 +34,6 @@ from kv_transfer.transport.base import (
 CONNECT_TIMEOUT_NS = 2 * SECOND_NS
 MAX_FENCE_NS = 8 * MILLISECOND_NS
 MAX_FAULT_DELAY_NS = 3 * SECOND_NS
-NANOSECONDS_PER_BYTE = 400
-"""Simulated blocks are tiny; this makes a push take about as long as the steps around it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +97,16 @@ class _Write:
 class Fabric:
     """What all transports of a cluster share: who lives where, and the state of the links."""
 
-    def __init__(self, kernel: Kernel, network: Network, family: Family) -> None:
+    def __init__(self, kernel: Kernel, network: Network, family: Family, *, ns_per_byte: int = 400) -> None:
         self.kernel = kernel
         self.network = network
         self.family = family
+        self.ns_per_byte = ns_per_byte
         self.faults = DataFaults()
         self.random = kernel.stream("fabric")
         self.transports: dict[PeerId, SimTransport] = {}
+        self.num_copies = 0
+        self.num_fences = 0
         self.observe_landing: Callable[[PeerId, PeerId, BlockGrant], None] = lambda sender, receiver, grant: None
         """Called before each copy lands, with sender, receiver and what was granted: the checks look at the block."""
 
@@ -296,7 +297,7 @@ class SimTransport:
         if fabric.hits(fabric.faults.slow_write):
             time_ns += int(fabric.random.random() * MAX_FAULT_DELAY_NS)
         for index, copy in enumerate(write.copies):
-            time_ns += copy.size_bytes * NANOSECONDS_PER_BYTE
+            time_ns += copy.size_bytes * fabric.ns_per_byte
             landing_ns = time_ns
             if write.fails and fabric.random.random() < 0.5:
                 if fabric.family is Family.SHARED_MEMORY:
@@ -326,6 +327,7 @@ class SimTransport:
             if self._fabric.hits(faults.corrupt):
                 source[self._fabric.random.randrange(len(source))] ^= 0x40
         assert isinstance(write.notify, PushChunk), "only chunks carry data"
+        self._fabric.num_copies += 1
         self._fabric.observe_landing(self.me, target.me, write.notify.blocks[index])
         target._memory.data[copy.target_bytes : copy.target_bytes + copy.size_bytes] = source
 
@@ -378,6 +380,7 @@ class SimTransport:
     # ---- fence ------------------------------------------------------------------------------------------------
 
     def _complete_fence(self, peer: PeerId) -> None:
+        self._fabric.num_fences += 1
         sender = self._fabric.transports.get(peer)
         if self._fabric.family is Family.SHARED_MEMORY and sender is not None and peer in self._met:
             sender.process.exit(f"fenced by {self.me.name}")

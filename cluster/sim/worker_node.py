@@ -45,6 +45,7 @@ class WorkerNode:
         config: WorkerStateConfig,
         *,
         cost: StepCost,
+        num_variants: int,
         random: Random,
         after_event: Callable[[WorkerState], None],
     ) -> None:
@@ -55,6 +56,7 @@ class WorkerNode:
         self.memory = KVMemory(config.num_blocks, config.hello.block_size, rubbish=random.getrandbits(60))
         self._network = network
         self._cost = cost
+        self._num_variants = num_variants
         self._random = random
         self._after_event = after_event
         self.bridge = PushBridge(
@@ -128,12 +130,16 @@ class WorkerNode:
             self.faults.num_steps_to_fail -= 1
             self.process.after(duration_ns, lambda: self.handle(events.StepFailed(reason="injected failure")))
             return
-        early = run_plan(plan, self.memory) if self._random.random() < 0.5 else None
+        early = self._compute(plan) if self._random.random() < 0.5 else None
         self.process.after(duration_ns, lambda: self._step_done(plan, early, duration_ns))
 
     def _step_done(self, plan: StepPlan, early: StepResult | None, duration_ns: int) -> None:
-        result = early if early is not None else run_plan(plan, self.memory)
+        result = early if early is not None else self._compute(plan)
         self.handle(events.StepDone(result=result, duration_ns=duration_ns))
+
+    def _compute(self, plan: StepPlan) -> StepResult:
+        variant = self._random.randrange(self._num_variants)
+        return run_plan(plan, self.memory, variant)
 
     def _verify(self, effect: effects.VerifyBlocks) -> None:
         """A verifier thread sums the blocks as they are when it gets to them."""

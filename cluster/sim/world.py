@@ -35,11 +35,13 @@ class World:
         self.scenario = scenario
         self.kernel = Kernel(scenario.seed, max_events=MAX_EVENTS, trace=trace)
         self.network = Network(self.kernel)
-        self.fabric = Fabric(self.kernel, self.network, scenario.family)
+        self.fabric = Fabric(self.kernel, self.network, scenario.family, ns_per_byte=scenario.link_ns_per_byte)
         self.clients: list[Client] = []
         self.all_workers: list[WorkerNode] = []
         """Every life of every worker, in order of start."""
         self.num_given_up = 0
+        self.num_late_copies = 0
+        """Blocks that were written after their receiver had given them up: what quarantine is for."""
         self._random = self.kernel.stream("world")
         self._check_every = check_every
         self._num_handled = 0
@@ -118,6 +120,7 @@ class World:
             self.fabric,
             worker_config(self.scenario, worker, token_address=address),
             cost=self.scenario.cost,
+            num_variants=self.scenario.num_variants,
             random=self.kernel.stream(str(worker)),
             after_event=self._after_event,
         )
@@ -144,7 +147,7 @@ class World:
         node = next(node for node in self.all_workers if node.worker == worker)
 
         def kill() -> None:
-            if not self.network.is_partitioned(worker.name, self.coordinator.process.name):
+            if self.scenario.can_kill and not self.network.is_partitioned(worker.name, self.coordinator.process.name):
                 node.process.exit("given up by the coordinator")
 
         self.kernel.after(int(self._random.random() * MAX_KILL_DELAY_NS), kill)
@@ -154,17 +157,17 @@ class World:
     def submit(self, request: Request) -> None:
         """The client calls its front; a dead front refuses the connection."""
         name = f"f{request.front}"
-        client = Client(request, self.scenario.max_model_tokens, lambda: self.kernel.now_ns)
+        client = Client(request, self.scenario, lambda: self.kernel.now_ns)
         self.clients.append(client)
         node = self.front(name)
         if node is None:
             client.on_unavailable()
             return
-        client.started_ns = self.kernel.now_ns
         if request.leave_ns is not None:
             self.kernel.after(request.leave_ns, lambda: self._leave(client, node))
         if request.leave_after_tokens is not None:
             client.on_token = lambda count: self._leave_after(client, node, count)
+        node.process.on_exit(lambda _reason: client.on_unavailable())
         node.process.deliver(lambda: node.submit(self._spec(request, node.process), client))
 
     def _spec(self, request: Request, process: Process) -> RequestSpec:

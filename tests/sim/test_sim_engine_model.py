@@ -5,12 +5,20 @@ from __future__ import annotations
 import pytest
 
 from cluster.core.ids import Outcome
-from cluster.sim.engine_model import EOS_TOKEN_ID, expected_answer, run_plan
+from cluster.sim.engine_model import EOS_TOKEN_ID, Oracle, run_plan
 from cluster.sim.kv_memory import KVMemory, checksum
 from engine.core.sampling import SamplingParams
 from engine.core.step import SequenceKey, SequenceStep, StepPlan
 
 PROMPT = [5, 9, 13, 7, 7, 40, 21, 3, 60, 11]
+
+
+def answer(sampling: SamplingParams, max_model_tokens: int, stop_pair: tuple[int, int] | None = None) -> Oracle:
+    """An oracle that was given the right answer to its end."""
+    oracle = Oracle(PROMPT, sampling, max_model_tokens, stop_pair=stop_pair)
+    while oracle.outcome is None:
+        oracle.accept(oracle.choices()[0])
+    return oracle
 
 
 def run_alone(memory: KVMemory, table: list[int], chunk: int, sampling: SamplingParams, num_tokens: int) -> list[int]:
@@ -44,12 +52,12 @@ def run_alone(memory: KVMemory, table: list[int], chunk: int, sampling: Sampling
 def test_the_answer_is_computable_without_a_pool(chunk: int, penalty: float) -> None:
     sampling = SamplingParams(temperature=1.0, seed=3, max_tokens=8, ignore_eos=True, presence_penalty=penalty)
     output = run_alone(KVMemory(12, 4, rubbish=chunk), [7, 2, 9, 0, 5], chunk, sampling, 8)
-    assert tuple(output) == expected_answer(PROMPT, sampling, 64).token_ids
+    assert output == answer(sampling, 64).token_ids
 
 
 def test_a_wrong_block_changes_the_answer() -> None:
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
-    right = expected_answer(PROMPT, sampling, 64).token_ids
+    right = answer(sampling, 64).token_ids
     memory, table = KVMemory(12, 4, rubbish=1), [7, 2, 9, 0, 5]
     run_alone(memory, table, 4, sampling, 1)
     for position in range(len(PROMPT)):
@@ -81,19 +89,29 @@ def test_swapped_blocks_are_seen() -> None:
 
 def test_ends_of_answers() -> None:
     free = SamplingParams(max_tokens=60, ignore_eos=True)
-    tokens = expected_answer(PROMPT, free, 40)
+    tokens = answer(free, 40)
     assert tokens.outcome is Outcome.LENGTH and len(tokens.token_ids) == 30
     stop_id = tokens.token_ids[4]
     first = tokens.token_ids.index(stop_id)
-    stopped = expected_answer(PROMPT, SamplingParams(max_tokens=60, stop_token_ids=(stop_id,), ignore_eos=True), 40)
+    stopped = answer(SamplingParams(max_tokens=60, stop_token_ids=(stop_id,), ignore_eos=True), 40)
     assert stopped.outcome is Outcome.STOP and stopped.token_ids == tokens.token_ids[: first + 1]
-    pair = (tokens.token_ids[2], tokens.token_ids[3])
-    matched = expected_answer(PROMPT, free, 40, pair)
-    assert matched.outcome is Outcome.STOP and matched.stop_at == len(matched.token_ids) <= 4
+    assert not stopped.has_stop_match and stopped.choices() == []
+    matched = answer(free, 40, (tokens.token_ids[2], tokens.token_ids[3]))
+    assert matched.outcome is Outcome.STOP and matched.has_stop_match and len(matched.token_ids) <= 4
 
 
 def test_no_end_before_min_tokens() -> None:
     for seed in range(300):
         sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=6, min_tokens=3)
-        answer = expected_answer(PROMPT, sampling, 64)
-        assert EOS_TOKEN_ID not in answer.token_ids[:3]
+        assert EOS_TOKEN_ID not in answer(sampling, 64).token_ids[:3]
+
+
+def test_inexact_answers_do_not_mix() -> None:
+    """Several tokens are right at a position, but which ones depends on the tokens given before it."""
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    oracles = [Oracle(PROMPT, sampling, 64, num_variants=3) for _ in range(2)]
+    first, second = oracles[0].choices()[:2]
+    assert first != second
+    oracles[0].accept(first)
+    oracles[1].accept(second)
+    assert not set(oracles[0].choices()) & set(oracles[1].choices())
