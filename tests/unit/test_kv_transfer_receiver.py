@@ -24,6 +24,7 @@ from kv_transfer.protocol.messages import (
     PushKey,
     PushMessage,
     PushMissing,
+    PushStats,
     PushStop,
     SendMessage,
     VerifyBlocks,
@@ -33,6 +34,7 @@ from kv_transfer.protocol.receiver import PushReceiver
 KEY = PushKey("r1", 1)
 PREFILL = PeerId("prefill-0", 1)
 DECODE = PeerId("decode-0", 7)
+STATS = PushStats(size_bytes=3, early_bytes=2, duration_ns=1)
 FIRST = (FirstToken(choice=0, position=0, token_id=42),)
 LIMITS = PushLimits(max_missing_rounds=2)
 BLOCK_IDS = (100, 101, 102)
@@ -60,6 +62,7 @@ def make_end(num_chunks: int = 2, num_blocks: int = 3, round_: int = 0) -> PushE
         num_blocks=num_blocks,
         num_tokens=40,
         first_tokens=FIRST,
+        stats=STATS,
         round=round_,
     )
 
@@ -94,6 +97,7 @@ def test_complete_push_arrives_and_is_committed() -> None:
     receiver = make_receiver()
     effect = arrived(receiver)
     assert effect.blocks == make_grant().blocks and effect.num_tokens == 40 and effect.first_tokens == FIRST
+    assert effect.stats == STATS
     assert tell(receiver, make_end()) == []  # its owner is committing
     committed = PushCommitted(key=KEY, lease_id=5)
     assert messages(receiver.committed(2, KEY)) == [committed]
