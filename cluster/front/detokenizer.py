@@ -51,6 +51,13 @@ class Detokenizer:
         self._num_emitted = 0
         return text
 
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the window contradicts itself."""
+        assert 0 <= self._num_context_tokens <= len(self._window)
+        context = self._decode(self._window[: self._num_context_tokens])
+        assert len(context) <= self._num_emitted or context.endswith(REPLACEMENT)
+        assert not self._window or self._num_emitted <= len(self._decode(self._window))
+
     def _advance(self) -> str:
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT):

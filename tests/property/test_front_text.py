@@ -75,7 +75,10 @@ def _detokenizer(tokenizer: Tokenizer) -> Detokenizer:
 def _incrementally(tokenizer: Tokenizer, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
     detokenizer = _detokenizer(tokenizer)
     bounds = [0, *sorted(cut for cut in cuts if cut <= len(ids)), len(ids)]
-    pieces = [detokenizer.push(ids[start:stop]) for start, stop in itertools.pairwise(bounds)]
+    pieces = []
+    for start, stop in itertools.pairwise(bounds):
+        pieces.append(detokenizer.push(ids[start:stop]))
+        detokenizer.check_invariants()
     return [*pieces, detokenizer.flush()]
 
 
