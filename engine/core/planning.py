@@ -96,8 +96,7 @@ class StepBuilder:
         for sequence in prefilling:
             if sequence.phase is SequencePhase.RUNNING:
                 self._plan_chunk(sequence)
-        if not self.preempted:
-            self._admit_waiting(prefilling)
+        self._admit_waiting([sequence for sequence in prefilling if sequence.phase is SequencePhase.RUNNING])
 
     def _plan_decodes(self, decoding: list[Sequence]) -> None:
         if len(decoding) > self._num_tokens_left:

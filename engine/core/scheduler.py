@@ -151,13 +151,9 @@ class Scheduler:
         """Plans the next step; None if nothing can run now. The plan must be applied or failed before the next."""
         assert self._outstanding is None, "the last plan was neither applied nor failed"
         step_id = self._next_step_id
-        while True:
-            builder = StepBuilder(self._config, self._pool, self._running, self._waiting, step_id)
-            builder.build()
-            self._preempted.extend(builder.preempted)
-            # A sequence that made way for others may do so after their turn had passed: they get another one.
-            if builder.planned or not builder.preempted:
-                break
+        builder = StepBuilder(self._config, self._pool, self._running, self._waiting, step_id)
+        builder.build()
+        self._preempted.extend(builder.preempted)
         self._update_growth_headroom()
         if not builder.planned:
             return None

@@ -155,6 +155,15 @@ def test_eviction_takes_the_least_recently_used_chain_from_its_end() -> None:
     assert evicted == [name(text) for text in ("abc", "ab", "xyz", "xy", "x", "a")]
 
 
+def test_a_hit_makes_a_block_the_most_recently_used() -> None:
+    pool = BlockPool(3)
+    [first], [second], [third] = store_chain(pool, "a"), store_chain(pool, "b"), store_chain(pool, "c")
+    for block_id in (first, second, first):
+        pool.acquire([block_id])
+        pool.release([block_id])
+    assert pool.allocate(3) == [third, second, first]
+
+
 def test_of_two_blocks_with_the_same_content_the_first_stays_indexed() -> None:
     pool = BlockPool(4)
     first, second = pool.allocate(2)

@@ -396,6 +396,19 @@ def test_the_newest_is_preempted_recomputed_and_loses_nothing() -> None:
     bench.check_answer(new)
 
 
+def test_a_prompt_pushed_out_while_it_is_read_takes_no_part_in_that_step() -> None:
+    bench = Bench(num_blocks=7, prefill_chunk_tokens=4)
+    old, new = bench.add("old", 3, max_tokens=12), bench.add("new", 23)
+    for _ in range(6):
+        bench.step()
+    assert bench.pool.num_allocatable == 0
+    assert bench.schedule() == [("old", 8, 1)]
+    assert bench.apply() == ["new"]
+    bench.finish()
+    bench.check_answer(old)
+    bench.check_answer(new)
+
+
 def test_lower_priority_is_preempted_before_newer() -> None:
     bench = Bench(num_blocks=5)
     bench.add("low", 7, max_tokens=8)
@@ -404,6 +417,25 @@ def test_lower_priority_is_preempted_before_newer() -> None:
     bench.step()
     assert bench.schedule() == [("high", 8, 1)]
     assert bench.apply() == ["low"]
+
+
+def test_none_is_preempted_twice_in_a_row_without_progress() -> None:
+    # Without that rule, the third is pushed out a second time while it is still being recomputed in small chunks.
+    bench = Bench(num_blocks=7, prefill_chunk_tokens=4, max_running=4)
+    specs = [bench.add("0", 1, max_tokens=10), bench.add("1", 1, max_tokens=13)]
+    bench.step()
+    specs.append(bench.add("2", 7, max_tokens=10))
+    num_preempted = 0
+    progress_at_preemption: dict[str, int] = {}
+    while bench.schedule():
+        for name in bench.apply():
+            num_tokens = len(bench.answers.token_ids[SequenceKey(name, 1)])
+            assert progress_at_preemption.get(name, -1) < num_tokens, f"{name} was preempted again"
+            progress_at_preemption[name] = num_tokens
+            num_preempted += 1
+    assert num_preempted > 0
+    for spec in specs:
+        bench.check_answer(spec)
 
 
 def test_the_only_running_sequence_waits_for_blocks_that_others_hold() -> None:
@@ -446,6 +478,32 @@ def test_reservations_leave_running_sequences_room_to_grow() -> None:
     assert bench.pool.num_reservable == 3
     bench.finish()
     assert bench.pool.num_reservable == 8
+
+
+def test_a_prompt_is_admitted_only_beside_what_prefills_under_way_still_need() -> None:
+    bench = Bench(num_blocks=5, prefill_chunk_tokens=11)
+    long = bench.add("long", 17, mode=SequenceMode.PREFILL_ONLY)
+    bench.add("short", 3, mode=SequenceMode.PREFILL_ONLY)
+    # Three tokens of the budget and three blocks are left, but those blocks are the long prompt's.
+    assert bench.step() == [("long", 0, 8)]
+    assert bench.step() == [("long", 8, 9)]
+    assert bench.step() == []
+    bench.pool.release(bench.scheduler.take_blocks(long.key))
+    assert bench.step() == [("short", 0, 3)]
+
+
+def test_cached_blocks_that_a_prompt_would_take_do_not_count_as_room_for_it() -> None:
+    bench = Bench(num_blocks=6)
+    first = bench.add("a", 12, max_tokens=1)
+    bench.finish()
+    granted = bench.pool.reserve(2)
+    second = bench.add("b", [*first.prompt_ids, *range(7)], max_tokens=1)
+    assert bench.schedule() == []  # three hits, two blocks more are needed, one is left
+    assert bench.scheduler.num_waiting == 1
+    bench.pool.release_reserved([block_id for block_id, _ in granted])
+    assert bench.schedule() == [("b", 12, 7)]
+    bench.apply()
+    bench.check_answer(second)
 
 
 # Two roles
