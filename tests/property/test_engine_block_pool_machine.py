@@ -199,5 +199,5 @@ class BlockPoolMachine(RuleBasedStateMachine):
             assert self.pool.state(self.indexed[block_id]) is BlockState.CACHED
 
 
-BlockPoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+BlockPoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 test_block_pool_agrees_with_a_simple_model = BlockPoolMachine.TestCase

@@ -306,5 +306,5 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert counts.active == counts.reserved == counts.quarantined == 0, "blocks are left behind"
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 test_random_work_gives_undisturbed_tokens = SchedulerMachine.TestCase
