@@ -150,6 +150,7 @@ class LegControl:
         leg = self._legs.get(attempt)
         if leg is not None:
             self._abandon(now_ns, leg, reason)
+            self._pushes.cancel(now_ns, leg.push_key, reason)  # that of a leg that is closing already may go on
             return
         self._legs.forbid(attempt)
         self._outbox.drop(attempt)
@@ -336,8 +337,9 @@ class LegControl:
             first = FirstToken(choice=emitted.key.choice, position=emitted.position, token_id=emitted.token_id)
             self._pushes.finish(now_ns, leg.push_key, leg.num_input_tokens, first)
         else:
+            # The push stays as it is until the coordinator has had decode stop it: an abort that overtook PrefillDone
+            # would look like a failed attempt.
             self._legs.leave(leg, Phase.CLOSING)
-            self._pushes.cancel(now_ns, leg.push_key, "the first token ended the request")
 
     def _on_arrived(self, now_ns: int, arrived: PushArrived) -> None:
         """Decode: takes the KV over, or fails closed."""

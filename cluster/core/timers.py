@@ -40,13 +40,17 @@ class Timers:
     def set(self, key: TimerKey, deadline_ns: int | None) -> None:
         """Replaces the key's deadline; None clears it."""
         if deadline_ns is None:
-            self._deadlines.pop(key, None)
+            if self._deadlines.pop(key, None) is not None:
+                self._compact()
             return
         if self._deadlines.get(key) == deadline_ns:
             return
         self._deadlines[key] = deadline_ns
         self._serial += 1
         heapq.heappush(self._heap, (deadline_ns, self._serial, key))
+        self._compact()
+
+    def _compact(self) -> None:
         if len(self._heap) > _STALE_SHARE * len(self._deadlines) + _MIN_COMPACTED:
             self._heap = [entry for entry in self._heap if self._deadlines.get(entry[2]) == entry[0]]
             heapq.heapify(self._heap)
@@ -58,6 +62,7 @@ class Timers:
             return None
         key = heapq.heappop(self._heap)[2]
         del self._deadlines[key]
+        self._compact()
         return key
 
     def next_deadline_ns(self) -> int | None:

@@ -137,3 +137,13 @@ def test_registry_refuses_more_workers_than_its_limit(monkeypatch: pytest.Monkey
     registry.add(make_hello(P0, Role.PREFILL), 0)
     assert registry.refusal(make_hello(WorkerId("p0", 2), Role.PREFILL)) is None, "it takes the place of its older life"
     assert "the limit" in (registry.refusal(make_hello(D0, Role.DECODE)) or "")
+
+
+def test_the_heap_of_timers_stays_small_while_they_are_cleared() -> None:
+    timers = Timers()
+    keys = [TimerKey(TimerKind.REQUEST, f"r{number}") for number in range(200)]
+    for deadline_ns, key in enumerate(keys):
+        timers.set(key, 1_000 + deadline_ns)
+    for key in reversed(keys):
+        timers.set(key, None)
+        timers.check_invariants()
