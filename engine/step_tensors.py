@@ -79,7 +79,7 @@ class StepTensorBuilder:
     def _num_blocks_of(self, sequence: SequenceStep) -> int:
         """Blocks that the sequence's tokens fill after this step."""
         end = sequence.start + len(sequence.token_ids)
-        assert sequence.token_ids and 0 <= sequence.start and end <= self._max_positions
+        assert sequence.token_ids and sequence.start >= 0 and end <= self._max_positions
         num_blocks = -(-end // self._block_size)
         assert num_blocks <= len(sequence.block_table), "the block table does not cover the step's tokens"
         return num_blocks

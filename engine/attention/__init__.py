@@ -1,1 +1,1 @@
-"""Paged attention, one backend each: the native CPU kernels and the torch reference. The pool they read lives here too."""
+"""Paged attention and the block pool it reads. One backend each: native CPU kernels, torch reference."""

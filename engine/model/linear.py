@@ -30,7 +30,8 @@ class Linear:
 
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this machine's oneDNN has packed products in `dtype`; bfloat16 needs AVX-512."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+    is_available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not is_available or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -43,5 +44,5 @@ def padded_num_rows(num_rows: int) -> int:
     """
     if num_rows <= 8:
         return num_rows
-    granularity = 4 if num_rows <= 16 else 8 if num_rows <= 64 else 16
+    granularity = 4 if num_rows <= 32 else 8 if num_rows <= 64 else 16
     return -(-num_rows // granularity) * granularity

@@ -26,9 +26,7 @@ LayerWritten = Callable[[int], None]
 class LlamaModel:
     """Weights, backend and the activations' buffers. Not thread-safe: one engine thread a model."""
 
-    def __init__(
-        self, config: ModelConfig, dtype: DtypeName, weights: ModelWeights, backend: AttentionBackend
-    ) -> None:
+    def __init__(self, config: ModelConfig, dtype: DtypeName, weights: ModelWeights, backend: AttentionBackend) -> None:
         self.config = config
         self._weights = weights
         self._backend = backend

@@ -140,10 +140,7 @@ def _draw(weights_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[int]:
     """Inverse of the cumulative distribution at each row's random number."""
     sums_RV = weights_RV.cumsum(dim=-1, dtype=torch.float64)
     numbers_R1 = torch.tensor(
-        [
-            [uniform(seed=step.sampling.seed, choice=step.key.choice, position=step.position)]
-            for step in steps
-        ],
+        [[uniform(seed=step.sampling.seed, choice=step.key.choice, position=step.position)] for step in steps],
         dtype=torch.float64,
     )
     totals_R1 = sums_RV[:, -1:]

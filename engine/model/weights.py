@@ -60,9 +60,7 @@ def load_weights(
 class _Loader:
     """Reads tensors one by one and reports progress."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, progress: LoadProgress
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, progress: LoadProgress) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._dtype = dtype
@@ -105,7 +103,7 @@ class _Loader:
     def _linear(self, names: list[str], num_outputs: list[int], num_inputs: int) -> Linear:
         """The weights `names`, of [num_outputs[i], num_inputs] each, one below the other."""
         weight_XI = torch.empty(sum(num_outputs), num_inputs, dtype=self._dtype)
-        for name, part in zip(names, weight_XI.split(num_outputs), strict=True):
+        for name, part in zip(names, torch.split(weight_XI, num_outputs), strict=True):
             self._read(name, part)
         return Linear(weight_XI)
 

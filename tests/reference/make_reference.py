@@ -84,8 +84,11 @@ def make_entries(model: Any, tokenizer: Any) -> Iterator[dict[str, Any]]:
             output_ids, margins = generate(model, prompt_ids)
             usable = min(margins) >= MIN_MARGIN
             verdict = "kept" if usable else "near tie, left out"
-            print(f"{name}: {len(prompt_ids)} + {len(output_ids)} tokens, smallest margin {min(margins):.5f}, "
-                  f"{verdict}, {time.monotonic() - start_s:.1f} s", flush=True)
+            print(
+                f"{name}: {len(prompt_ids)} + {len(output_ids)} tokens, smallest margin {min(margins):.5f}, "
+                f"{verdict}, {time.monotonic() - start_s:.1f} s",
+                flush=True,
+            )
             if usable:
                 kept += 1
                 yield {
@@ -110,7 +113,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model_dir = arguments.model or import_smollm2(DEFAULT_CACHE_DIR)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     header = {
         "model": model_dir.name,
         "model_fingerprint": model_fingerprint(model_dir),

@@ -89,10 +89,11 @@ CODE = [
     "fn largest_gap(times: &[u64]) -> u64 {\n    let mut gap = 0;\n    for pair in times.windows(2) {\n",
     "SELECT room, COUNT(*) AS visits\nFROM bookings\nWHERE cancelled = 0\nGROUP BY",
     "#include <stdio.h>\n\nint main(void) {\n    int total = 0;\n    for (int i = 1; i <= 10; i++) {\n",
-    "class Shelf:\n    def __init__(self, capacity):\n        self.books = []\n        self.capacity = capacity\n\n    def add(self, book):\n",
+    "class Shelf:\n    def __init__(self, capacity):\n        self.books = []\n        self.capacity = capacity\n\n"
+    "    def add(self, book):\n",
     'const queue = [];\nfunction push(job) {\n  if (queue.length >= 16) {\n    throw new Error("',
     '{"name": "harbour", "depth_m": 12.5, "berths": [1, 2, 3], "open": true, "owner":',
-    "for file in *.log; do\n  lines=$(wc -l < \"$file\")\n  echo",
+    'for file in *.log; do\n  lines=$(wc -l < "$file")\n  echo',
 ]
 
 

@@ -55,7 +55,7 @@ def make_batch(block_size: int, spans: list[tuple[int, int]], draw: random.Rando
         query_starts_S1=torch.tensor(query_starts, dtype=torch.int32),
         context_starts_S=torch.tensor([start for start, _ in spans], dtype=torch.int32),
         table_starts_S=torch.tensor(table_starts, dtype=torch.int32),
-        block_tables=torch.tensor(sum(tables, []), dtype=torch.int32),
+        block_tables=torch.tensor([block for table in tables for block in table], dtype=torch.int32),
     )
     return batch, num_blocks
 
@@ -64,7 +64,11 @@ def make_pool(
     dtype: DtypeName, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, generator: torch.Generator
 ) -> KVCache:
     layout = KVLayout(
-        num_blocks=num_blocks, num_layers=2, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim,
+        num_blocks=num_blocks,
+        num_layers=2,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        head_dim=head_dim,
         dtype=dtype,
     )
     cache = KVCache.allocate(layout)

@@ -1,0 +1,159 @@
+"""The runner: plans to tensors, results in the plan's order, the pool's bytes, the layer hook, warm-up."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.core.sampling import SamplingParams
+from engine.core.step import SequenceStep, StepPlan
+from engine.runner import Runner, kv_block_size_bytes
+from engine.step_tensors import StepTensorBuilder
+from tests.support.engine_model import make_step, write_tiny_model
+
+BLOCK_SIZE = 8
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(directory)
+    return directory
+
+
+@pytest.fixture
+def runner(model_dir: Path) -> Runner:
+    return Runner.from_directory(model_dir, "float32", 16, BLOCK_SIZE, 1)
+
+
+def plan(*sequences: SequenceStep) -> StepPlan:
+    return StepPlan(step_id=7, sequences=list(sequences))
+
+
+def test_builds_a_mixed_step() -> None:
+    builder = StepTensorBuilder(block_size=4, num_blocks=20, max_positions=100)
+    tensors = builder.build(plan(make_step([50], 5, [9, 3, 8]), make_step([60, 61, 62], 2, [4, 7])))
+    batch = tensors.batch
+    assert tensors.ids_T.tolist() == [50, 60, 61, 62]
+    assert tensors.last_rows_S.tolist() == [0, 3]
+    assert batch.positions_T.tolist() == [5, 2, 3, 4]
+    assert batch.slots_T.tolist() == [3 * 4 + 1, 4 * 4 + 2, 4 * 4 + 3, 7 * 4 + 0]
+    assert batch.query_starts_S1.tolist() == [0, 1, 4]
+    assert batch.context_starts_S.tolist() == [5, 2]
+    assert batch.block_tables.tolist() == [9, 3, 4, 7], "blocks beyond the step's tokens are left out"
+    assert batch.table_starts_S.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        make_step([1], 4, [0]),  # the table ends before the token
+        make_step([1], 0, [20]),  # no such block
+        make_step([1], 0, [-1]),
+        make_step([1], 100, list(range(20)) * 2),  # beyond the context
+        make_step([], 0, [0]),
+    ],
+)
+def test_refuses_a_plan_that_would_write_elsewhere(step: SequenceStep) -> None:
+    with pytest.raises(AssertionError):
+        StepTensorBuilder(block_size=4, num_blocks=20, max_positions=100).build(plan(step))
+
+
+def test_results_come_in_the_plans_order(runner: Runner) -> None:
+    prompts = [[5, 6, 7], [9], [11, 12, 13, 14]]
+    steps = [make_step(ids, 0, [index], request_id=str(index), sample=index != 1) for index, ids in enumerate(prompts)]
+    result = runner.run(plan(*steps))
+    assert result.step_id == 7
+    assert result.tokens[1] is None
+    for index in (0, 2):
+        alone = runner.run(plan(make_step(prompts[index], 0, [5], request_id=str(index))))
+        assert result.tokens[index] == alone.tokens[0]
+
+
+def test_an_empty_plan_and_one_that_samples_nothing(runner: Runner) -> None:
+    assert runner.run(plan()).tokens == []
+    assert runner.run(plan(make_step([3, 4], 0, [0], sample=False))).tokens == [None]
+
+
+def test_a_chunk_that_samples_nothing_writes_the_same_kv(runner: Runner) -> None:
+    """The shortcut in the last layer must not leave out keys and values."""
+    runner.run(plan(make_step([3, 4, 5], 0, [0], sample=False)))
+    runner.run(plan(make_step([3, 4, 5], 0, [1], sample=True)))
+    assert torch.equal(runner.cache.pool_BLKCSD[0], runner.cache.pool_BLKCSD[1])
+    assert runner.cache.pool_BLKCSD[0, -1].abs().sum() > 0
+
+
+def test_writes_only_the_slots_of_the_plan(runner: Runner) -> None:
+    runner.cache.pool_BLKCSD.fill_(float("nan"))
+    runner.run(plan(make_step(range(3, 13), 0, [4, 2])))
+    written = ~runner.cache.pool_BLKCSD.isnan()
+    expected = torch.zeros_like(written)
+    expected[4] = True
+    expected[2, :, :, :, :2] = True
+    assert torch.equal(written, expected)
+
+
+def test_logits_lead_to_the_token(runner: Runner) -> None:
+    step = make_step([3, 4, 5], 0, [0], sampling=SamplingParams(logprobs=3))
+    logits = runner.logits(plan(step))
+    token = runner.run(plan(step)).tokens[0]
+    assert token is not None
+    assert logits.shape == (1, runner.config.vocab_size)
+    assert token.token_id == int(logits.argmax())
+    assert token.logprob == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-5)
+    assert len(token.top) == 3
+
+
+def test_layer_hook_comes_when_the_layers_kv_is_written(runner: Runner) -> None:
+    runner.cache.pool_BLKCSD.fill_(float("nan"))
+    seen = []
+
+    def on_layer_written(layer: int) -> None:
+        seen.append(layer)
+        written = ~runner.cache.pool_BLKCSD[0].isnan().flatten(1).all(dim=1)
+        assert written.tolist() == [index <= layer for index in range(3)]
+
+    runner.run(plan(make_step([3, 4, 5], 0, [0])), on_layer_written)
+    assert seen == [0, 1, 2]
+
+
+def test_pool_in_a_mapped_buffer(model_dir: Path, runner: Runner) -> None:
+    size = 4 * kv_block_size_bytes(runner.config, "float32", BLOCK_SIZE)
+    buffer = mmap.mmap(-1, size)
+    mapped = Runner.from_directory(model_dir, "float32", 4, BLOCK_SIZE, 1, buffer=buffer)
+    step = make_step([3, 4, 5], 0, [3])
+    assert mapped.run(plan(step)).tokens == runner.run(plan(step)).tokens
+    block = size // 4
+    assert buffer[: 3 * block] == bytes(3 * block)
+    ours = runner.cache.pool_BLKCSD[3].contiguous().view(torch.uint8).numpy().tobytes()
+    assert buffer[3 * block :] == ours
+
+
+def test_reports_loading_and_refuses_bad_arguments(model_dir: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def progress(loaded_bytes: int, total_bytes: int) -> None:
+        seen.append((loaded_bytes, total_bytes))
+
+    Runner.from_directory(model_dir, "auto", 4, BLOCK_SIZE, 1, progress=progress)
+    assert seen[-1][0] == seen[-1][1] > 0
+    with pytest.raises(ValueError, match="dtype"):
+        Runner.from_directory(model_dir, "int8", 4, BLOCK_SIZE, 1)
+    with pytest.raises(ValueError, match="num_blocks"):
+        Runner.from_directory(model_dir, "float32", 0, BLOCK_SIZE, 1)
+    with pytest.raises(FileNotFoundError):
+        Runner.from_directory(model_dir / "missing", "float32", 4, BLOCK_SIZE, 1)
+
+
+def test_warm_up_touches_block_0_only(runner: Runner) -> None:
+    runner.warm_up(20)
+    assert runner.cache.pool_BLKCSD[1:].abs().sum() == 0
+
+
+def test_arrays_grow_and_are_reused(runner: Runner) -> None:
+    tokens = [runner.run(plan(make_step(range(3, 3 + n), 0, range(8)))).tokens[0] for n in (2, 60, 2, 3, 60)]
+    assert tokens[0] == tokens[2]
+    assert tokens[1] == tokens[4]
