@@ -86,13 +86,6 @@ def stop_cluster(name: str, environment: Environment, progress: Progress) -> boo
     return True
 
 
-def is_running(record: ClusterRecord) -> bool:
-    """Whether anything of the cluster runs on this machine. On a Ray that is not its own, that is taken as given."""
-    if is_alive(record.launcher_pid, record.launcher_started_s):
-        return True
-    return not record.ray_owned or bool(find_run_processes(record.run_id, record.ray_temp_dir))
-
-
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Holds Ctrl-C and SIGTERM off: taking down must not be left half-way."""
@@ -112,11 +105,18 @@ def _make_way(name: str, records: ClusterRecords, environment: Environment, prog
     record = records.read(name)
     if record is None:
         return
-    if is_running(record):
+    if _is_there(record):
         state = f"running at {record.address}" if record.address else "being started"
-        raise StartupError(f"cluster {name} is already {state}; stop it with `baton down {name}`")
+        raise StartupError(f"cluster {name} is already {state}, or part of it is; stop it with `baton down {name}`")
     progress(f"cleaning up after cluster {name}, which has crashed")
     stop_cluster(name, environment, progress)
+
+
+def _is_there(record: ClusterRecord) -> bool:
+    """Whether any part of the cluster runs on this machine. On a Ray that is not its own, that is taken as given."""
+    if record.phase == "starting" and is_alive(record.launcher_pid, record.launcher_started_s):
+        return True
+    return not record.ray_owned or bool(find_run_processes(record.run_id, record.ray_temp_dir))
 
 
 def _first_record(file: ClusterFile, environment: Environment) -> ClusterRecord:

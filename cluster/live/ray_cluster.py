@@ -70,6 +70,8 @@ def start_actors(plan: ClusterPlan, namespace: str) -> Actors:
     Raises StartupError where Ray has not enough CPUs.
     """
     actors: Actors = {}
+    # Ray warns that removing the placement group ends the actors in it for good, which is what it is removed for.
+    logging.getLogger("ray.actor").setLevel(logging.ERROR)
     bundles = [{"CPU": float(worker.pool.threads)} for worker in plan.workers]
     group = placement_group(bundles, strategy="PACK", name=namespace, lifetime="detached")
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

@@ -9,7 +9,7 @@ import pytest
 
 from baton.v1 import admin_pb2
 from cluster.live.cluster_record import ClusterRecord, ClusterRecords
-from tests.unit.cli_scripted import ScriptedFront, answer, baton, serving
+from tests.support.cli_scripted import ScriptedFront, answer, baton, serving
 
 COUNTS = admin_pb2.BlockCounts(total=100, free=60, active=20, cached=10, reserved=8, quarantined=2)
 STATUS = admin_pb2.GetStatusResponse(

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from baton.v1 import inference_pb2
-from tests.unit.cli_scripted import ScriptedFront, answer, baton, serving
+from tests.support.cli_scripted import ScriptedFront, answer, baton, serving
 
 
 def test_the_answer_goes_to_stdout_and_the_summary_to_stderr(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli_scripted import baton
+from tests.support.cli_scripted import baton
 
 COMMANDS = ["up", "down", "status", "leases", "generate", "demo", "model import"]
 

@@ -1,0 +1,249 @@
+"""A cluster on Ray, as an operator sees it: through `baton` alone. Whatever happens, nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cluster.live.cluster_record import ClusterRecord, ClusterRecords
+from cluster.live.environment import read_environment
+from cluster.live.run_processes import find_run_processes
+from tests.e2e.conftest import wait_until
+
+COMMAND_TIMEOUT_S = 180.0
+RESTART_TIMEOUT_S = 90.0
+CLUSTER_FILE = """\
+version: 1
+name: {name}
+model: {{path: {model}, dtype: bfloat16, max_model_tokens: 512}}
+pools:
+  - {{name: p, role: prefill, kv_memory: 16MiB}}
+  - {{name: d, role: decode, kv_memory: 32MiB}}
+front: {{port: {port}}}
+"""
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Someone at a terminal, with a cache of their own."""
+
+    home: Path
+    model: Path
+
+    @property
+    def records(self) -> ClusterRecords:
+        return ClusterRecords(self.home / "baton" / "clusters")
+
+    @property
+    def variables(self) -> dict[str, str]:
+        ours = {"XDG_CACHE_HOME": str(self.home), "PYTHONPATH": ":".join(sys.path)}
+        return {**os.environ, **ours, "BATON_ADDRESS": "", "RAY_ADDRESS": ""}
+
+    def file(self, name: str, port: int = 0, model: Path | None = None) -> Path:
+        path = self.home / f"{name}.yaml"
+        path.write_text(CLUSTER_FILE.format(name=name, model=model or self.model, port=port))
+        return path
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "cluster.cli", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self.variables,
+            start_new_session=True,
+        )
+
+    def baton(self, *arguments: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments)
+        stdout, stderr = process.communicate(timeout=COMMAND_TIMEOUT_S)
+        said = subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+        assert said.returncode == expect, f"baton {' '.join(arguments)}: {said.returncode}\n{stdout}\n{stderr}"
+        assert "Traceback" not in stderr
+        return said
+
+    def json(self, *arguments: str) -> Any:
+        return json.loads(self.baton(*arguments, "--json").stdout)
+
+    def record(self, name: str) -> ClusterRecord:
+        record = self.records.read(name)
+        assert record is not None
+        return record
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that was started from this terminal and still runs."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                alive = process.status() != psutil.STATUS_ZOMBIE
+                if alive and process.environ().get("XDG_CACHE_HOME") == str(self.home):
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+
+@pytest.fixture
+def operator(tmp_path: Path) -> Iterator[Operator]:
+    model = read_environment(os.environ).models_dir / "SmolLM2-135M-Instruct"
+    shared_memory = set(os.listdir("/dev/shm"))
+    operator = Operator(tmp_path, model)
+    try:
+        yield operator
+        assert operator.processes() == []
+        assert operator.records.all() == []
+        assert set(os.listdir("/dev/shm")) <= shared_memory
+    finally:
+        for process in operator.processes():
+            process.kill()
+
+
+def processes_of(record: ClusterRecord) -> list[psutil.Process]:
+    return find_run_processes(record.run_id, record.ray_temp_dir)
+
+
+def nothing_left_of(record: ClusterRecord) -> None:
+    assert processes_of(record) == []
+    assert not Path(record.ray_temp_dir).exists()
+
+
+def workers(operator: Operator) -> dict[str, dict[str, Any]]:
+    return {worker["name"]: worker for pool in operator.json("status")["pools"] for worker in pool["workers"]}
+
+
+def answers(operator: Operator) -> dict[str, Any]:
+    told: dict[str, Any] = operator.json(
+        "generate", "--chat", "What is the capital of France? Answer briefly.", "-n", "12"
+    )
+    assert "Paris" in told["text"] and told["outcome"] == "stop"
+    return told
+
+
+def test_the_life_of_a_cluster(operator: Operator) -> None:
+    path = operator.file("life")
+    up = operator.baton("up", "-f", str(path))
+    record = operator.record("life")
+    assert up.stdout.strip() == record.address
+    assert "d-0 serves" in up.stderr
+
+    told = answers(operator)
+    assert told["workers"] == {"prefill": "p-0", "decode": "d-0"}
+    assert told["kv"]["transport"] == "shm" and told["kv"]["bytes"] > 0
+    assert all(value is not None for value in told["timeline_ms"].values())
+    streamed = operator.baton("generate", "--prompt", "One, two, three,", "-n", "8")
+    assert streamed.stdout.strip() and "p-0 -> d-0" in streamed.stderr
+    assert operator.json("leases") == {"leases": []}
+
+    again = operator.baton("up", "-f", str(path), expect=1)
+    assert f"already running at {record.address}" in again.stderr
+
+    before = workers(operator)
+    assert {name: worker["state"] for name, worker in before.items()} == {"p-0": "ready", "d-0": "ready"}
+    os.kill(before["d-0"]["pid"], signal.SIGKILL)
+    os.kill(before["p-0"]["pid"], signal.SIGSTOP)  # a hung one is given up, ended and started anew
+    wait_until(
+        lambda: (
+            all(worker["incarnation"] > before[name]["incarnation"] for name, worker in workers(operator).items())
+            and len(workers(operator)) == 2
+        ),
+        RESTART_TIMEOUT_S,
+        "both workers start anew",
+    )
+    answers(operator)
+
+    down = operator.baton("down")
+    assert "cluster life is down" in down.stderr
+    nothing_left_of(record)
+    assert "no cluster" in operator.baton("status", expect=3).stderr
+
+
+def test_a_crashed_cluster_is_cleared_away(operator: Operator) -> None:
+    path = operator.file("crash")
+    operator.baton("up", "-f", str(path))
+    first = operator.record("crash")
+    for name in ("raylet", "ray::FrontActor"):
+        victims = [process for process in processes_of(first) if process.name() == name]
+        assert victims, f"no {name}"
+        for victim in victims:
+            victim.kill()
+    operator.baton("status", expect=3)
+    assert "or part of it is" in operator.baton("up", "-f", str(path), expect=1).stderr
+    for process in processes_of(first):
+        process.kill()
+
+    up = operator.baton("up", "-f", str(path))
+    assert "cleaning up after cluster crash" in up.stderr
+    nothing_left_of(first)
+    second = operator.record("crash")
+    next(process for process in processes_of(second) if process.name() == "gcs_server").kill()
+    operator.baton("down", "crash")
+    nothing_left_of(second)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_start_leaves_nothing(operator: Operator, number: signal.Signals) -> None:
+    process = operator.start("up", "-f", str(operator.file("cut")))
+    assert process.stderr is not None
+    while "starting 2 workers" not in (line := process.stderr.readline()):
+        assert line, "the start ended by itself"
+    record = operator.record("cut")
+    time.sleep(0.5)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=COMMAND_TIMEOUT_S)
+    assert process.returncode == 130, stderr
+    assert "interrupted" in stderr and "Traceback" not in stderr
+    nothing_left_of(record)
+
+
+def test_a_start_that_was_killed_is_cleared_away_by_down(operator: Operator) -> None:
+    process = operator.start("up", "-f", str(operator.file("killed")))
+    assert process.stderr is not None
+    while "Ray runs" not in (line := process.stderr.readline()):
+        assert line, "the start ended by itself"
+    process.kill()
+    process.communicate()
+    record = operator.record("killed")
+    operator.baton("down")
+    nothing_left_of(record)
+
+
+def test_a_worker_that_cannot_start_says_why_and_takes_the_start_down(operator: Operator, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for part in operator.model.iterdir():
+        if part.suffix != ".safetensors":
+            (broken / part.name).symlink_to(part)
+    with (operator.model / "model.safetensors").open("rb") as whole:
+        (broken / "model.safetensors").write_bytes(whole.read(2**20))
+    said = operator.baton("up", "-f", str(operator.file("broken", model=broken)), expect=1)
+    assert "did not start" in said.stderr and "safetensors" in said.stderr.lower()
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(operator: Operator) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = operator.baton("up", "-f", str(operator.file("port", port=port)), expect=2)
+    assert "front.port" in said.stderr and "in use" in said.stderr
+    assert "starting" not in said.stderr
+
+
+def test_a_pool_that_the_machine_cannot_hold_is_refused_with_what_fits(operator: Operator) -> None:
+    path = operator.file("big")
+    path.write_text(path.read_text().replace("16MiB", "512GiB"))
+    said = operator.baton("up", "-f", str(path), expect=2)
+    assert "this machine has available" in said.stderr and "would fit" in said.stderr
+    assert "starting" not in said.stderr
