@@ -1,0 +1,94 @@
+"""In float32 a request gives the tokens that transformers gives, wherever and beside whatever it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from benchmarks.serving import Client, Trace, cluster_config, serving_cluster
+from cluster.live.local_processes import ClusterHandle
+from tests.e2e.conftest import DECODE, PREFILL, assert_nothing_left, run
+
+MAX_TOKENS = 64
+SEEDED = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.1, "max_tokens": 32}
+
+
+def _check(prompts: list[dict[str, Any]], traces: list[Trace]) -> None:
+    wrong = [
+        prompt["name"]
+        for prompt, trace in zip(prompts, traces, strict=True)
+        if trace.token_ids != prompt["output_ids"] or trace.positions != list(range(len(trace.token_ids)))
+    ]
+    assert wrong == []
+
+
+async def _alone(client: Client, prompts: list[dict[str, Any]]) -> list[Trace]:
+    return [
+        await client.generate(prompt["prompt_ids"], cache_salt="alone", temperature=0, max_tokens=MAX_TOKENS)
+        for prompt in prompts
+    ]
+
+
+async def _together(client: Client, prompts: list[dict[str, Any]]) -> list[Trace]:
+    ids = [prompt["prompt_ids"] for prompt in prompts]
+    return await client.generate_all(ids, cache_salt="together", temperature=0, max_tokens=MAX_TOKENS)
+
+
+def test_the_reference_set_is_as_large_and_varied_as_it_must_be(reference: dict[str, Any]) -> None:
+    lengths = {len(prompt["prompt_ids"]) for prompt in reference["prompts"]}
+    assert len(reference["prompts"]) >= 60
+    assert lengths >= {1, 2, 15, 16, 17, 31, 32, 33, 64, 255, 256, 257, 512, 2048}
+
+
+@pytest.mark.timeout(900)
+def test_alone_through_one_prefill_and_one_decode_worker(
+    pair_float32: ClusterHandle, reference: dict[str, Any]
+) -> None:
+    traces = run(pair_float32, lambda client: _alone(client, reference["prompts"]))
+    _check(reference["prompts"], traces)
+    for prompt, trace in zip(reference["prompts"], traces, strict=True):
+        assert trace.done is not None
+        assert trace.done.prefill_worker == "prefill-0" and trace.done.decode_worker == "decode-0"
+        if len(prompt["output_ids"]) > 1:
+            assert trace.done.kv.bytes > 0 and trace.done.kv.transport == "shm"
+
+
+@pytest.mark.timeout(600)
+def test_all_at_once_through_one_prefill_and_one_decode_worker(
+    pair_float32: ClusterHandle, reference: dict[str, Any]
+) -> None:
+    _check(reference["prompts"], run(pair_float32, lambda client: _together(client, reference["prompts"])))
+    assert_nothing_left(pair_float32)
+
+
+@pytest.mark.timeout(600)
+def test_all_at_once_through_two_prefill_and_two_decode_workers(reference: dict[str, Any]) -> None:
+    pools = [{**PREFILL, "replicas": 2}, {**DECODE, "replicas": 2}]
+    with serving_cluster(cluster_config(pools, dtype="float32")) as cluster:
+        traces = run(cluster, lambda client: _together(client, reference["prompts"]))
+        assert_nothing_left(cluster)
+    _check(reference["prompts"], traces)
+    served = {(trace.done.prefill_worker, trace.done.decode_worker) for trace in traces if trace.done is not None}
+    assert {prefill for prefill, _ in served} == {"prefill-0", "prefill-1"}
+    assert {decode for _, decode in served} == {"decode-0", "decode-1"}
+
+
+@pytest.mark.timeout(600)
+def test_seeded_sampling_is_the_same_in_two_processes_and_in_one(
+    pair_float32: ClusterHandle, single_float32: ClusterHandle, reference: dict[str, Any]
+) -> None:
+    prompts = [prompt for prompt in reference["prompts"] if len(prompt["prompt_ids"]) <= 257][::3]
+
+    async def sample(client: Client) -> list[Trace]:
+        requests = [
+            client.generate(prompt["prompt_ids"], cache_salt="seeded", seed=1000 + number, **SEEDED)
+            for number, prompt in enumerate(prompts)
+        ]
+        return list(await asyncio.gather(*requests))
+
+    apart, single = run(pair_float32, sample), run(single_float32, sample)
+    assert [trace.token_ids for trace in apart] == [trace.token_ids for trace in single]
+    assert all(trace.done is not None and trace.done.prefill_worker == "" for trace in single)
+    assert len({tuple(trace.token_ids) for trace in apart}) > len(prompts) // 2, "hardly anything was sampled"
