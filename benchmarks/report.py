@@ -57,7 +57,9 @@ def arguments(description: str) -> argparse.ArgumentParser:
     """The options every benchmark has; a script may add its own."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer samples, for a first look")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the JSON (default: benchmarks/results)")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="where to write the JSON (default: benchmarks/results)"
+    )
     parser.add_argument("--check", action="store_true", help="exit 1 where a target does not hold")
     return parser
 
@@ -79,7 +81,11 @@ def finish(report: Report, args: argparse.Namespace, plot: Callable[[Path], None
 
 def _machine() -> dict[str, Any]:
     model = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         platform.processor(),
     )
     return {"cpu": model, "num_cores": os.cpu_count(), "python": platform.python_version(), "system": platform.system()}

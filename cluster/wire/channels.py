@@ -61,7 +61,9 @@ def bind(server: grpc.aio.Server, host: str = LOOPBACK, port: int = 0) -> int:
     try:
         bound = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
-        raise PortInUseError(f"cannot listen on {host}:{port}: the port is in use or the address is not ours") from error
+        raise PortInUseError(
+            f"cannot listen on {host}:{port}: the port is in use or the address is not ours"
+        ) from error
     if bound == 0:
         raise PortInUseError(f"cannot listen on {host}:{port}: the port is in use or the address is not ours")
     return bound

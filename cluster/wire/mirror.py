@@ -15,7 +15,6 @@ from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 
-
 T = TypeVar("T")
 
 
