@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from cluster.agent.main import run_process
+import sys
+
+from cluster.agent.main import main
 from decode_worker.profile import PROFILE
 
 if __name__ == "__main__":
-    run_process(PROFILE)
+    sys.exit(main(PROFILE))

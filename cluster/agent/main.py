@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from cluster.agent.process import WorkerEndedError, run_worker
 from cluster.agent.settings import RoleProfile, WorkerSettings
@@ -28,18 +27,8 @@ PARENT_CHECK_S = 1.0
 """How often a worker started with --with-parent looks whether its parent is still there."""
 
 
-def run_process(profile: RoleProfile) -> NoReturn:
-    """The whole life of a worker's process."""
-    status = main(profile)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Everything is closed. The interpreter's own teardown would only take time, in which the coordinator, seeing the
-    # control stream end, kills what still runs.
-    os._exit(status)
-
-
 def main(profile: RoleProfile, arguments: Sequence[str] | None = None) -> int:
-    """Runs a worker of that role until it is asked to stop (SIGTERM, SIGINT). Returns the exit status."""
+    """Runs a worker of that role until it is asked to stop (SIGTERM, SIGINT). Returns the exit status, if at all."""
     parent_pid = os.getppid()
     options = _parser(profile).parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -59,7 +48,7 @@ async def _run(settings: WorkerSettings, profile: RoleProfile, parent_pid: int |
         loop.add_signal_handler(number, stop.set)
     watching = asyncio.create_task(_stop_with_parent(parent_pid, stop)) if parent_pid is not None else None
     try:
-        await run_worker(settings, profile, on_ready=_announce, stop=stop)
+        await run_worker(settings, profile, on_ready=_announce, on_closed=_leave, stop=stop)
     finally:
         if watching is not None:
             watching.cancel()
@@ -67,6 +56,15 @@ async def _run(settings: WorkerSettings, profile: RoleProfile, parent_pid: int |
 
 def _announce(address: str) -> None:
     print(f"ready {address}", flush=True)
+
+
+def _leave(error: BaseException | None) -> None:
+    """Everything is closed but the control stream, whose end would have the coordinator kill this process."""
+    if error is not None:
+        logger.error("the worker ends: %s", error, exc_info=None if isinstance(error, WorkerEndedError) else error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if error is None else EXIT_ENDED)
 
 
 async def _stop_with_parent(parent_pid: int, stop: asyncio.Event) -> None:

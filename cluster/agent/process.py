@@ -38,6 +38,7 @@ THREAD_STOP_TIMEOUT_S = 10.0
 NANOSECOND_S = 1e-9
 
 OnReady = Callable[[str], None]
+OnClosed = Callable[[BaseException | None], None]
 
 
 class WorkerEndedError(Exception):
@@ -49,12 +50,16 @@ async def run_worker(
     profile: RoleProfile,
     *,
     on_ready: OnReady | None = None,
+    on_closed: OnClosed | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
     """Loads the model, registers and serves until `stop` is set; without one, until it is cancelled.
 
     Args:
         on_ready: called once, with the token stream's address, when the coordinator has welcomed the worker.
+        on_closed: called when everything is given back but the control stream, with the error that ended the worker,
+            if one did. The coordinator kills the process of a worker whose stream has ended, so this is the moment to
+            leave in an orderly way.
 
     Raises:
         WorkerEndedError: this life is over by itself; whoever wants another starts one with a higher incarnation.
@@ -69,7 +74,7 @@ async def run_worker(
     engine_thread = JobThread("engine", asyncio.get_running_loop())
     try:
         engine = await engine_thread.call(lambda: load_engine(settings, profile))
-        await _serve(settings, profile, engine, engine_thread, on_ready, stop or asyncio.Event())
+        await _serve(settings, profile, engine, engine_thread, on_ready, on_closed, stop or asyncio.Event())
     finally:
         engine_thread.close(THREAD_STOP_TIMEOUT_S)
 
@@ -80,6 +85,7 @@ async def _serve(
     engine: Engine,
     engine_thread: JobThread,
     on_ready: OnReady | None,
+    on_closed: OnClosed | None,
     stop: asyncio.Event,
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -102,11 +108,16 @@ async def _serve(
         # The pool's memory goes with the engine, so the step that may be running in it ends first.
         if engine_thread.close(THREAD_STOP_TIMEOUT_S):
             engine.close()
-        # Last, since the coordinator ends the process of a worker whose stream has ended.
+        error = next((done.exception() for done in (worker.ended, dialling) if _has_failed(done)), None)
+        if on_closed is not None:
+            on_closed(error)
         dialling.cancel()
-    for finished in (worker.ended, dialling):
-        if finished.done() and not finished.cancelled():
-            finished.result()
+    if error is not None:
+        raise error
+
+
+def _has_failed(future: asyncio.Future[None]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is not None
 
 
 class _Worker:

@@ -8,18 +8,24 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from baton.v1 import admin_pb2, admin_pb2_grpc
-from cluster.core.ids import Outcome, Role
+from cluster.agent.assembly import load_engine
+from cluster.agent.settings import WorkerSettings
+from cluster.core.ids import Outcome, Role, WorkerId
 from cluster.wire.channels import make_channel
+from decode_worker.profile import PROFILE
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
 from engine.core.step import StepPlan
 from engine.runner import Runner
+from kv_transfer.transport.shm_pool import PoolMemoryError
 from tests.support.engine_model import make_step, write_tiny_model
 from tests.support.plain_cluster import ROOT, Answer, PlainCluster, WorkerProcess, greedy
 
@@ -118,11 +124,15 @@ def test_disaggregated_answers_equal_those_of_the_engine_alone(
         alone = [await cluster.answer(f"alone-{i}", body) for i, body in enumerate(bodies)]
         at_once = [cluster.front.submit(f"at-once-{i}", body) for i, body in enumerate(bodies)]
         await asyncio.gather(*(answer.done.wait() for answer in at_once))
-        for answer in [*alone, *at_once]:
-            assert answer.outcome is Outcome.LENGTH, answer.reason
-            assert [ref.worker.name for ref in answer.workers] == ["p0", "d0"]
-            assert answer.tokens == expected(answer.body), f"{len(answer.body.prompt_ids)} prompt tokens"
+        wanted = await asyncio.to_thread(lambda: [expected(body) for body in bodies])
+        for answers in (alone, at_once):
+            for answer, tokens in zip(answers, wanted, strict=True):
+                assert answer.outcome is Outcome.LENGTH, answer.reason
+                assert [ref.worker.name for ref in answer.workers] == ["p0", "d0"]
+                assert answer.tokens == tokens, f"{len(answer.body.prompt_ids)} prompt tokens"
         check_timelines(alone[10])
+        await first_token_ends_the_request(cluster)
+        await clients_leave(cluster)
         await nothing_held(cluster)
         assert [await worker.stop() for worker in workers.values()] == [0, 0]
 
@@ -139,20 +149,19 @@ def check_timelines(answer: Answer) -> None:
     assert prefill.prefill_ms is not None and decode.push_ms is not None and decode.decode_ms is not None
 
 
-def test_first_token_that_ends_the_request_and_a_client_that_leaves(model: Path, tmp_path: Path) -> None:
-    async def scenario(cluster: PlainCluster) -> None:
-        await start(cluster)
-        single = await cluster.answer("single", greedy(prompt(40), 1))
-        assert (single.outcome, len(single.tokens)) == (Outcome.LENGTH, 1)
-        for index, num_tokens in enumerate((0, 1, 5, 50)):
-            answer = cluster.front.submit(f"leaves-{index}", greedy(prompt(300, salt=index), 600))
-            async with asyncio.timeout(DEADLINE_S):
-                while len(answer.tokens) < num_tokens:
-                    await asyncio.sleep(0.001)
-            cluster.front.cancel(f"leaves-{index}")
-        await nothing_held(cluster)
+async def first_token_ends_the_request(cluster: PlainCluster) -> None:
+    answer = await cluster.answer("single", greedy(prompt(40), 1))
+    assert (answer.outcome, len(answer.tokens)) == (Outcome.LENGTH, 1)
 
-    run(scenario, model, tmp_path)
+
+async def clients_leave(cluster: PlainCluster) -> None:
+    """Before the first token, after it, and later."""
+    for index, num_tokens in enumerate((0, 1, 5, 50)):
+        answer = cluster.front.submit(f"leaves-{index}", greedy(prompt(300, salt=index), 600))
+        async with asyncio.timeout(DEADLINE_S):
+            while len(answer.tokens) < num_tokens:
+                await asyncio.sleep(0.001)
+        cluster.front.cancel(f"leaves-{index}")
 
 
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
@@ -161,7 +170,7 @@ def test_killed_worker_costs_no_token(
 ) -> None:
     async def scenario(cluster: PlainCluster) -> None:
         workers = await start(cluster, num_prefill=2, num_decode=2)
-        body = greedy(prompt(400), 300)
+        body = greedy(prompt(400), 150)
         answer = cluster.front.submit("r", body)
         async with asyncio.timeout(DEADLINE_S):
             while len(answer.tokens) < (5 if victim == "decode" else 0) or not answer.workers:
@@ -171,7 +180,7 @@ def test_killed_worker_costs_no_token(
         async with asyncio.timeout(DEADLINE_S):
             await answer.done.wait()
         assert answer.outcome is Outcome.LENGTH, answer.reason
-        assert answer.tokens == expected(body)
+        assert answer.tokens == await asyncio.to_thread(expected, body)
         await nothing_held(cluster)
 
     run(scenario, model, tmp_path)
@@ -191,7 +200,7 @@ def test_paused_prefill_worker_is_ended_and_the_request_recomputed(
         paused.process.send_signal(signal.SIGSTOP)
         async with asyncio.timeout(DEADLINE_S):
             await answer.done.wait()
-        assert answer.tokens == expected(body)
+        assert answer.tokens == await asyncio.to_thread(expected, body)
         if answer.attempt > 1:  # else it was done before it was paused
             assert await paused.process.wait() == -signal.SIGKILL
         await nothing_held(cluster)
@@ -222,27 +231,39 @@ def test_workers_end_when_their_coordinator_does_not_come_back(model: Path, tmp_
     run(scenario, model, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--kv-blocks", "8"), "max_model_tokens"),
-        (("--kv-blocks", "64", "--model", "/nowhere"), "/nowhere"),
-        (("--kv-blocks", "64", "--transport", "loopback"), "loopback"),
-        (("--kv-blocks", "64", "--max-model-tokens", "4096"), "max_model_tokens"),
-        (("--kv-blocks", "4000000000"), "does not fit"),
-    ],
-)
-def test_impossible_settings_end_the_process_with_a_reason(
-    model: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
-) -> None:
+def test_missing_model_ends_the_process_with_a_reason(model: Path, tmp_path: Path) -> None:
     async def scenario(cluster: PlainCluster) -> None:
-        worker = await cluster.start_worker(Role.DECODE, "d0", *arguments)
+        worker = await cluster.start_worker(Role.DECODE, "d0", "--kv-blocks", "64", "--model", "/nowhere")
         async with asyncio.timeout(DEADLINE_S):
             assert await worker.process.wait() == 1
-        last = worker.log.read_text().strip().splitlines()[-1]
-        assert message in last and "Traceback" not in worker.log.read_text()
+        log = worker.log.read_text()
+        assert "/nowhere" in log.strip().splitlines()[-1] and "Traceback" not in log
 
     run(scenario, model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"transport": "loopback"}, "transport"),
+        ({"max_model_tokens": 4096}, "max_model_tokens"),
+        ({"num_blocks": 4_000_000_000}, "does not fit"),
+        ({"max_step_tokens": 8}, "max_step_tokens"),
+        ({"block_size": 0}, "block_size"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(model: Path, changes: dict[str, Any], message: str) -> None:
+    settings = WorkerSettings(
+        worker=WorkerId("d0", 1),
+        pool="decode",
+        role=Role.DECODE,
+        coordinator_address="127.0.0.1:1",
+        model_dir=model,
+        dtype="float32",
+        num_blocks=64,
+    )
+    with pytest.raises((ValueError, PoolMemoryError), match=message):
+        load_engine(replace(settings, **changes), PROFILE)
 
 
 def test_worker_ends_with_the_process_that_started_it(model: Path, tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ class TestFront:
         for task in self._tasks:
             task.cancel()
         for channel in self._channels:
-            await channel.close()
+            await channel.close(None)
 
     def submit(self, request_id: str, body: RequestBody) -> Answer:
         answer = Answer(body=body, submitted_s=time.monotonic())
