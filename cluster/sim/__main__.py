@@ -28,7 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             if not options.keep_going:
                 break
-    print(f"{total}; {failed} went wrong; {time.perf_counter() - started_s:.1f} s")
+    print(f"{total}; {failed} went wrong")
+    print(f"took {time.perf_counter() - started_s:.1f} s", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -69,7 +69,9 @@ def _coordinator_leftovers(world: World) -> list[str]:
         for view in state.leases(now_ns)
     ]
     registered = [worker for pool in state.status(now_ns).pools for worker in pool.workers]
-    return found + [f"the coordinator counts {view.num_legs} legs at {view.worker}" for view in registered if view.num_legs]
+    return found + [
+        f"the coordinator counts {view.num_legs} legs at {view.worker}" for view in registered if view.num_legs
+    ]
 
 
 def _registry_leftovers(world: World) -> list[str]:
@@ -78,7 +80,9 @@ def _registry_leftovers(world: World) -> list[str]:
     lives = {view.worker for pool in status.pools for view in pool.workers}
     running = [(name, world.worker(name)) for name in world.scenario.worker_names]
     return [
-        f"no life of {name} that runs is registered" for name, life in running if life is None or life.worker not in lives
+        f"no life of {name} that runs is registered"
+        for name, life in running
+        if life is None or life.worker not in lives
     ]
 
 

@@ -20,6 +20,7 @@ class Client:
         self.request = request
         self.outcome: Outcome | None = None
         self.reason = ""
+        self.retry_after_ms: int | None = None
         self.is_unavailable = False
         self.has_left = False
         self.first_token_ns: int | None = None
@@ -63,10 +64,10 @@ class Client:
             self.on_token(len(self.token_ids))
         return None
 
-    def on_end(self, outcome: Outcome, reason: str) -> None:
+    def on_end(self, outcome: Outcome, reason: str, retry_after_ms: int | None) -> None:
         if self.has_ended:
             raise Violation(f"{self.request.request_id} ended as {outcome.value} after it had ended")
-        self.outcome, self.reason = outcome, reason
+        self.outcome, self.reason, self.retry_after_ms = outcome, reason, retry_after_ms
         self.ended_ns = self._now_ns()
         self._judge(outcome)
 

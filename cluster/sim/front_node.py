@@ -185,7 +185,7 @@ class FrontNode:
                 return self._deliver(live, effect)
             case effects.End():
                 del self._live[request_id]
-                live.client.on_end(effect.outcome, effect.reason)
+                live.client.on_end(effect.outcome, effect.reason, effect.retry_after_ms)
         return None
 
     def _forget(self, effect: effects.ForgetWorker) -> None:

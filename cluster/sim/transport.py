@@ -166,6 +166,11 @@ class SimTransport:
         """Lives that are connected now."""
         return tuple(self._links)
 
+    @property
+    def num_writes_in_flight(self) -> int:
+        """Writes with data that have not ended."""
+        return sum(bool(write.copies) for write in self._writes.values())
+
     # ---- Transport --------------------------------------------------------------------------------------------
 
     def endpoint(self) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.state import WorkerState
 from cluster.core.ids import WorkerId
 from cluster.core.state import ClusterState
@@ -114,18 +115,27 @@ class World:
         worker = WorkerId(name, process.incarnation)
         is_twin = name in self._workers and self._workers[name].process.alive
         address = f"{name}:tokens" if self.scenario.same_address and not is_twin else f"{worker}:tokens"
+        config = worker_config(self.scenario, worker, token_address=address)
+        self._workers[name] = self._make_worker(process, config)
+
+    def add_stranger(self, config: WorkerStateConfig) -> WorkerNode:
+        """Starts a worker that does not belong to the scenario and that nobody starts again."""
+        worker = config.hello.ref.worker
+        return self._make_worker(Process(self.kernel, worker.name, worker.incarnation), config)
+
+    def _make_worker(self, process: Process, config: WorkerStateConfig) -> WorkerNode:
         node = WorkerNode(
             process,
             self.network,
             self.fabric,
-            worker_config(self.scenario, worker, token_address=address),
+            config,
             cost=self.scenario.cost,
             num_variants=self.scenario.num_variants,
-            random=self.kernel.stream(str(worker)),
+            random=self.kernel.stream(str(process)),
             after_event=self._after_event,
         )
-        self._workers[name] = node
         self.all_workers.append(node)
+        return node
 
     def _restart_later(self, name: str, process: Process) -> None:
         """A supervisor starts the next life, unless there is a newer one already."""

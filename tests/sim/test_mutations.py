@@ -1,0 +1,168 @@
+"""The simulator sees broken rules: each test breaks one on purpose and expects a history to go wrong.
+
+A rule whose breaking nothing notices is either not needed or not tested.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster.agent.leg_control import LegControl
+from cluster.agent.outbox import Outbox
+from cluster.agent.pushes import Pushes
+from cluster.front.request import FrontRequest
+from cluster.sim.history import HistoryError, run_scenario, run_seed
+from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
+from cluster.sim.scenario import FaultKind, Scenario
+from cluster.sim.transport import Fenced, SimTransport
+from cluster.sim.world import World
+from engine.core.block_pool import BlockPool, BlockState
+from kv_transfer.protocol.receiver import PushReceiver
+from tests.sim.worlds import ARRIVAL_NS, ask, count, fault, finish, make_world, run_until
+
+
+def first_failure(histories: list[Callable[[], object]]) -> str:
+    """What the first history that goes wrong says."""
+    for history in histories:
+        try:
+            history()
+        except HistoryError as error:
+            return str(error)
+    pytest.fail(f"{len(histories)} histories did not notice")
+
+
+def seeds(number: int) -> list[Callable[[], object]]:
+    return [lambda seed=seed: run_seed(seed) for seed in range(number)]  # type: ignore[misc]
+
+
+def test_freeing_reserved_blocks_before_the_sender_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    cancel = PushReceiver.cancel
+
+    def cancel_and_free(self: PushReceiver, now_ns: int, key: Any, reason: str) -> Any:
+        return cancel(self, now_ns, key, reason) + self.on_sender_stopped(now_ns, key)
+
+    monkeypatch.setattr(PushReceiver, "cancel", cancel_and_free)
+    assert "lands in block" in first_failure(seeds(400))
+
+
+def test_a_fence_that_does_not_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pretend(self: SimTransport, peer: Any) -> None:
+        self._after(0, lambda: self._report(Fenced(peer=peer)))
+
+    monkeypatch.setattr(SimTransport, "fence", pretend)
+    assert "lands in block" in first_failure(seeds(400))
+
+
+def test_a_commit_that_does_not_look_at_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reserved blocks are given to somebody else behind the push's back: the generation is the last guard."""
+
+    def commit_blindly(self: BlockPool, blocks: Any) -> None:
+        for block_id, _generation in blocks:
+            self._move(block_id, BlockState.ACTIVE)
+            self._num_users[block_id] = 1
+
+    for module in ("cluster.sim.history", "tests.sim.worlds"):
+        monkeypatch.setattr(f"{module}.watch_landings", lambda world: None)
+    world = make_world(ask(0, num_prompt_tokens=40))
+    steal_reserved_blocks(world)
+    finish(world)
+    assert count(world, "LegFailed", "generation") > 0, "the attempt fails closed"
+
+    monkeypatch.setattr(BlockPool, "commit", commit_blindly)
+    world = make_world(ask(0, num_prompt_tokens=40))
+    steal_reserved_blocks(world)
+    finish(world)
+    assert count(world, "LegFailed") == 0, "and without the check nothing does"
+
+
+def steal_reserved_blocks(world: World) -> None:
+    """Once decode has reserved, its pool frees the blocks and reserves the same ones for somebody else."""
+    node = world.worker("d0")
+    assert node is not None
+    pool = node.state.pool
+    run_until(world, lambda: pool.counts().reserved > 0)
+    block_ids = [block_id for block_id in range(pool.num_blocks) if pool.state(block_id) is BlockState.RESERVED]
+    pool.release_reserved(block_ids)
+    assert sorted(block_id for block_id, _ in pool.reserve(len(block_ids))) == block_ids
+
+
+def test_blocks_that_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_verified = PushReceiver.on_verified
+
+    def believe(self: PushReceiver, now_ns: int, key: Any, chunk: int, _bad: Any) -> Any:
+        return on_verified(self, now_ns, key, chunk, ())
+
+    monkeypatch.setattr(PushReceiver, "on_verified", believe)
+    assert "was given token" in first_failure(seeds(400))
+
+
+def test_source_blocks_that_are_let_go_before_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks_ready = Pushes.blocks_ready
+
+    def let_go(self: Pushes, now_ns: int, key: Any, blocks: Any) -> None:
+        blocks_ready(self, now_ns, key, blocks)
+        self._pool.release(self._sources[key])
+        self._sources[key] = []
+
+    monkeypatch.setattr(Pushes, "blocks_ready", let_go)
+    first_failure(seeds(400))
+
+
+def decode_workers_that_come_back() -> list[Callable[[], object]]:
+    """A decode worker is stopped in the middle of an answer, is given up, and wakes beside its slower successor."""
+    histories: list[Callable[[], object]] = []
+    for number in range(40):
+        pause_ns = ARRIVAL_NS + 60 * MILLISECOND_NS
+        scenario = Scenario(
+            seed=number,
+            num_decode=2,
+            num_variants=3,
+            can_kill=False,
+            heartbeat_timeout_s=0.2,
+            requests=(ask(0, max_tokens=40),),
+            faults=(
+                fault(FaultKind.PAUSE, pause_ns, "d0", duration_ns=(230 + 2 * number) * MILLISECOND_NS),
+                fault(FaultKind.SLOW_ENGINE, pause_ns, "d1", duration_ns=SECOND_NS, amount=8.0),
+            ),
+        )
+        histories.append(lambda scenario=scenario: run_scenario(scenario))  # type: ignore[misc]
+    return histories
+
+
+def test_tokens_of_a_stale_attempt_that_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that was given up wakes beside its successor; arithmetic is inexact, so the two answers differ."""
+    on_run = FrontRequest._on_run
+
+    def accept(self: FrontRequest, now_ns: int, event: Any, out: Any) -> None:
+        if self._legs:
+            run = dataclasses.replace(event.run, attempt=self._attempt_id())
+            event = dataclasses.replace(event, worker=self._legs[-1].ref.worker, run=run)
+        on_run(self, now_ns, event, out)
+
+    for history in decode_workers_that_come_back():
+        history()
+    monkeypatch.setattr(FrontRequest, "_on_run", accept)
+    monkeypatch.setattr(Outbox, "_forget", lambda self, attempt: None)
+    first_failure(decode_workers_that_come_back())
+
+
+def test_tokens_taken_by_arrival_instead_of_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_run = FrontRequest._on_run
+
+    def append(self: FrontRequest, now_ns: int, event: Any, out: Any) -> None:
+        run = dataclasses.replace(event.run, position=self.num_delivered)
+        on_run(self, now_ns, dataclasses.replace(event, run=run), out)
+
+    monkeypatch.setattr(FrontRequest, "_on_run", append)
+    assert "was given token" in first_failure(seeds(20))
+
+
+def test_a_worker_that_ignores_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LegControl, "cancel", lambda self, now_ns, attempt, reason: None)
+    scenario = Scenario(seed=1, requests=(ask(0, max_tokens=40, leave_after_tokens=3),), max_model_tokens=64)
+    slow = dataclasses.replace(scenario, cost=dataclasses.replace(scenario.cost, base_ns=100 * MILLISECOND_NS))
+    assert "is held" in first_failure([lambda: run_scenario(slow)])
