@@ -278,7 +278,7 @@ def test_21_both_legs_have_one_id() -> None:
 @each_family
 @pytest.mark.parametrize("num_variants", [1, 3])
 def test_23_an_answer_goes_on_from_another_worker(family: Family, num_variants: int) -> None:
-    """23: decode dies after any number of tokens. None is lost, repeated or changed, also where arithmetic is inexact."""
+    """23: decode dies after any number of tokens. None is lost, repeated or changed, also with inexact arithmetic."""
     for step in range(30):
         crash = fault(FaultKind.CRASH, ARRIVAL_NS + (4 + 2 * step) * MILLISECOND_NS, "d0", duration_ns=SECOND_NS)
         world = make_world(
