@@ -9,6 +9,8 @@ NS_PER_S: Final = 1_000_000_000
 
 HEARTBEATS_PER_TIMEOUT: Final = 5
 """A worker is given up after missing about so many heartbeats."""
+MAX_LATE_TICK_NS: Final = NS_PER_S // 2
+"""A tick that comes later than this says that the coordinator was away, not that its workers are silent."""
 MAX_HEARTBEAT_MS: Final = 1000
 """Longest interval between heartbeats: placement and `baton status` want fresh numbers."""
 EXCLUDE_AFTER_REFUSAL_NS: Final = 50 * NS_PER_MS

@@ -343,3 +343,22 @@ def test_an_answer_of_one_token_never_looks_like_a_failed_push() -> None:
         world = make_world(*requests, seed=seed, max_attempts=1, link_ns_per_byte=SLOW_LINK // 10)
         assert_answered(world)
         assert not held(world)
+
+
+@pytest.mark.parametrize("kind", [FaultKind.PAUSE, FaultKind.CLOCK_JUMP])
+def test_a_coordinator_that_was_away_does_not_take_its_workers_for_silent(kind: FaultKind) -> None:
+    """It is stopped, or its host sleeps: what they said meanwhile waits in its sockets, and is read before it judges."""
+    away = fault(kind, ARRIVAL_NS + 20 * MILLISECOND_NS, "coordinator", duration_ns=8 * SECOND_NS)
+    world = make_world(ask(max_tokens=20), ask(1, arrival_ns=9 * SECOND_NS), faults=(away,), heartbeat_timeout_s=1.0)
+    assert_answered(world)
+    assert world.num_given_up == 0 and len(world.all_workers) == 2
+
+
+@each_family
+@pytest.mark.parametrize("kind", [FaultKind.PAUSE, FaultKind.CLOCK_JUMP])
+def test_a_decode_worker_that_was_away_does_not_fence_its_senders(family: Family, kind: FaultKind) -> None:
+    """Its leases look expired when it wakes, but their renewals are in its sockets."""
+    away = fault(kind, ARRIVAL_NS + 9 * MILLISECOND_NS, "d0", duration_ns=3 * SECOND_NS)
+    world = make_world(ask(num_prompt_tokens=40), faults=(away,), family=family, heartbeat_timeout_s=10.0)
+    assert_answered(world)
+    assert world.fabric.num_fences == 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from cluster.core.events import Tick
 from cluster.core.ids import AttemptId
 from cluster.core.messages import EndRequest, FrontHello, FrontWelcome, LiveRequest, RunLocal
-from tests.support.coordinator import D0, FRONT, Bench, make_config, only
+from tests.support.coordinator import D0, FRONT, MS, Bench, make_config, only
 
 
 def test_a_request_that_was_never_placed_is_not_ended_when_its_front_announces_it() -> None:
@@ -31,3 +32,15 @@ def test_attempts_of_a_request_submitted_again_go_on_counting() -> None:
     bench.submit("r")
     command = only(bench.commands(D0))
     assert isinstance(command, RunLocal) and command.attempt == AttemptId("r", 2)
+
+
+def test_a_late_tick_gives_every_worker_its_time_again() -> None:
+    """The coordinator was away, not the worker; one that stays silent after that is given up as ever."""
+    bench = Bench(make_config(with_prefill=False, heartbeat_timeout_s=1.0))
+    bench.join(D0)
+    bench.now_ns += 60_000 * MS
+    assert bench.handle(Tick()) == []
+    bench.wait_ms(999)
+    assert bench.given_up() == []
+    bench.wait_ms(1)
+    assert bench.given_up() == [D0]

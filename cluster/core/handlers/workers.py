@@ -5,7 +5,14 @@ from __future__ import annotations
 from cluster.core.attempts import LegState
 from cluster.core.handlers.ending import attempt_timer, fail_attempt, is_needed, retire_if_over, withdraw_attempt
 from cluster.core.ids import AttemptId, Outcome, WorkerId
-from cluster.core.limits import HEARTBEATS_PER_TIMEOUT, MAX_HEARTBEAT_MS, NS_PER_MS, RELEASE_TIMEOUT_NS, UNKNOWN_ATTEMPT
+from cluster.core.limits import (
+    HEARTBEATS_PER_TIMEOUT,
+    MAX_HEARTBEAT_MS,
+    MAX_LATE_TICK_NS,
+    NS_PER_MS,
+    RELEASE_TIMEOUT_NS,
+    UNKNOWN_ATTEMPT,
+)
 from cluster.core.messages import CancelLeg, Heartbeat, PeerFenced, PeerLost, WorkerHello, WorkerRefused, WorkerWelcome
 from cluster.core.parts import Parts
 from cluster.core.requests import Failure, Phase
@@ -58,6 +65,10 @@ def on_silence(parts: Parts, now_ns: int, worker_id: WorkerId) -> None:
     worker = parts.workers.get(worker_id)
     assert worker is not None, "a worker's loss clears its timer"
     deadline_ns = worker.last_heard_ns + parts.heartbeat_timeout_ns
+    if now_ns - deadline_ns > MAX_LATE_TICK_NS:
+        # The coordinator itself was away (stopped, or its host slept): what was said meanwhile is still to be read.
+        deadline_ns = now_ns + parts.heartbeat_timeout_ns
+        worker.last_heard_ns = now_ns
     if deadline_ns > now_ns:
         parts.timers.set(_silence_timer(worker_id), deadline_ns)
         return
