@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -70,5 +71,5 @@ class JobThread:
 
     def _report(self, callback: Callable[[Any], None], value: object) -> None:
         # A loop that is closed has nobody left to tell.
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, value)

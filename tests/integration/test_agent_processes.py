@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -229,6 +230,17 @@ def test_workers_end_when_their_coordinator_does_not_come_back(model: Path, tmp_
             assert await worker.process.wait() in (1, -signal.SIGKILL)
 
     run(scenario, model, tmp_path)
+
+
+def test_workers_import_neither_the_front_nor_the_tokenizer() -> None:
+    """They would take memory that belongs to the pool."""
+    script = (
+        "import sys, prefill_worker.worker, decode_worker.worker, cluster.agent.main; "
+        "print(sorted({'transformers', 'tokenizers', 'fastapi', 'ray', 'typer', 'cluster.front'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_missing_model_ends_the_process_with_a_reason(model: Path, tmp_path: Path) -> None:

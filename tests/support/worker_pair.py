@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from cluster.agent import effects as fx
 from cluster.agent import events as ev
 from cluster.agent.leg_control import peer_of
-from cluster.agent.limits import AgentLimits, WorkerStateConfig
+from cluster.agent.limits import AgentLimits, Work, WorkerStateConfig
 from cluster.agent.state import WorkerState
 from cluster.core.ids import AttemptId, FrontId, Outcome, Role, WorkerId
 from cluster.core.messages import (
@@ -59,7 +59,12 @@ TTL_MS = 10_000
 
 
 def worker_config(
-    worker: WorkerId, role: Role, *, num_blocks: int = 48, limits: AgentLimits | None = None, eos: tuple[int, ...] = ()
+    worker: WorkerId,
+    role: Role,
+    *,
+    num_blocks: int = 48,
+    limits: AgentLimits | None = None,
+    accepts: tuple[type[Work], ...] = (Reserve, Prefill, RunLocal),
 ) -> WorkerStateConfig:
     address = f"{worker}:0"
     endpoint = RankEndpoint(rank=0, transport="toy", endpoint=address.encode())
@@ -69,7 +74,6 @@ def worker_config(
         max_running=8,
         prefill_chunk_tokens=8,
         max_model_tokens=96,
-        eos_token_ids=frozenset(eos),
     )
     hello = WorkerHello(
         ref=WorkerRef(worker=worker, token_address=address, endpoints=(endpoint,)),
@@ -90,6 +94,7 @@ def worker_config(
         scheduler=scheduler,
         num_blocks=num_blocks,
         model_fingerprint="toy",
+        accepts=accepts,
         push_limits=PushLimits(max_blocks_per_write=2, max_inflight_writes=3),
         limits=limits or AgentLimits(),
     )

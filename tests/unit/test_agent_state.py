@@ -16,6 +16,7 @@ from cluster.core.messages import (
     LegReleased,
     PeerFenced,
     PeerLost,
+    Reserve,
     ReserveRefused,
     RunLocal,
     SenderStopped,
@@ -348,6 +349,16 @@ def test_command_without_its_body_fails_that_attempt_alone() -> None:
     world.requests[attempt] = Request(attempt=attempt, body=body())
     world.decode.command(RunLocal(attempt=attempt))
     assert isinstance(world.messages[-1][1], LegFailed)
+
+
+def test_work_that_the_role_does_not_take_is_refused() -> None:
+    world = World(accepts=(Reserve,))
+    attempt = AttemptId("r", 1)
+    world.requests[attempt] = Request(attempt=attempt, body=body())
+    world.decode.command(RunLocal(attempt=attempt), body())
+    failed = world.messages[-1][1]
+    assert isinstance(failed, LegFailed) and "takes no RunLocal" in failed.reason
+    assert world.decode.state.num_legs() == 0 and world.decode.plan is None
 
 
 # ---- the coordinator ---------------------------------------------------------------------------------------------
