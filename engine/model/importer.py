@@ -130,10 +130,14 @@ def _convert(gguf_path: Path, scratch: Path, report: ImportProgress) -> None:
 
 
 def _finish_config(directory: Path) -> None:
-    """Keep what describes the model, drop what describes where it came from, and check its end-of-sequence id."""
+    """Keep what describes the model, drop what describes its conversion, and check its end-of-sequence id.
+
+    The configuration is part of the model's fingerprint, which must not depend on the converter's version.
+    """
     config_path = directory / "config.json"
     config = json.loads(config_path.read_text(encoding="utf-8"))
-    config.pop("_model_name_or_path", None)
+    for key in ("_model_name_or_path", "transformers_version"):
+        config.pop(key, None)
     if config.get("eos_token_id") != SMOLLM2_EOS_TOKEN_ID:
         raise ModelImportError(f"expected end-of-sequence id {SMOLLM2_EOS_TOKEN_ID}, got {config.get('eos_token_id')}")
     _write_json(config_path, config)

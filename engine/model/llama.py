@@ -8,6 +8,7 @@ output, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -46,53 +47,45 @@ class LlamaModel:
         `rows_R` (int64) are the tokens whose logits are wanted; with none the last layer stops at its keys and
         values.
         """
-        num_tokens = len(ids_T)
-        buffers = self._buffers
-        buffers.reserve(num_tokens)
-        residual_TE = buffers.residual_PE[:num_tokens]
-        torch.index_select(self._weights.embedding_VE, 0, ids_T, out=residual_TE)
+        activations = self._buffers.select(len(ids_T))
+        torch.index_select(self._weights.embedding_VE, 0, ids_T, out=activations.residual_TE)
         x_TE: torch.Tensor | None = None
         for index in range(self.config.num_layers):
             last_needs_kv_only = index == self.config.num_layers - 1 and len(rows_R) == 0
-            x_TE = self._layer(index, x_TE, residual_TE, batch, cache, on_layer_written, last_needs_kv_only)
+            x_TE = self._layer(index, x_TE, activations, batch, cache, on_layer_written, last_needs_kv_only)
         if len(rows_R) == 0:
             return torch.empty(0, self.config.vocab_size)
         assert x_TE is not None
-        return self._logits(x_TE, residual_TE, rows_R)
+        return self._logits(x_TE, activations.residual_TE, rows_R)
 
     def _layer(
         self,
         index: int,
         x_TE: torch.Tensor | None,
-        residual_TE: torch.Tensor,
+        activations: _Activations,
         batch: AttentionBatch,
         cache: KVCache,
         on_layer_written: LayerWritten | None,
         kv_only: bool,
     ) -> torch.Tensor | None:
         """One decoder layer. x is the previous layer's output, not yet added to the residual; returns this one's."""
-        weights, backend, buffers = self._weights.layers[index], self._backend, self._buffers
+        weights, backend, act = self._weights.layers[index], self._backend, activations
         eps = self.config.rms_norm_eps
-        num_tokens = len(residual_TE)
-        num_padded = padded_num_rows(num_tokens)
-        normed_PE = buffers.normed_PE[:num_padded]
-        attended_PX = buffers.attended_PX[:num_padded]
-        activated_PF = buffers.activated_PF[:num_padded]
+        num_tokens = batch.num_tokens
         layer_BKCSD = cache.layer_BKCSD(index)
 
-        backend.rms_norm(x_TE, residual_TE, weights.input_norm_E, eps, normed_PE[:num_tokens])
-        qkv_TX = weights.qkv(normed_PE)[:num_tokens]
+        backend.rms_norm(x_TE, act.residual_TE, weights.input_norm_E, eps, act.normed_TE)
+        qkv_TX = weights.qkv(act.normed_PE)[:num_tokens]
         backend.rotary_write(qkv_TX, self._cos_sin, layer_BKCSD, batch)
         if on_layer_written is not None:
             on_layer_written(index)
         if kv_only:
             return None
-        backend.attend(qkv_TX, layer_BKCSD, batch, attended_PX[:num_tokens])
-        x_TE = weights.attention_output(attended_PX)[:num_tokens]
-        backend.rms_norm(x_TE, residual_TE, weights.mlp_norm_E, eps, normed_PE[:num_tokens])
-        gate_up_TX = weights.gate_up(normed_PE)[:num_tokens]
-        backend.silu_mul(gate_up_TX, activated_PF[:num_tokens])
-        return weights.down(activated_PF)[:num_tokens]
+        backend.attend(qkv_TX, layer_BKCSD, batch, act.attended_TX)
+        x_TE = weights.attention_output(act.attended_PX)[:num_tokens]
+        backend.rms_norm(x_TE, act.residual_TE, weights.mlp_norm_E, eps, act.normed_TE)
+        backend.silu_mul(weights.gate_up(act.normed_PE)[:num_tokens], act.activated_TF)
+        return weights.down(act.activated_PF)[:num_tokens]
 
     def _logits(self, x_TE: torch.Tensor, residual_TE: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """Final norm and output head, for the wanted rows only."""
@@ -108,22 +101,48 @@ class LlamaModel:
         return self._weights.head(normed_PE)[:num_rows].float()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Activations:
+    """Views of the buffers for one step: the step's own rows (T), and with them the padding (P)."""
+
+    residual_TE: torch.Tensor
+    normed_TE: torch.Tensor
+    normed_PE: torch.Tensor
+    attended_TX: torch.Tensor
+    attended_PX: torch.Tensor
+    activated_TF: torch.Tensor
+    activated_PF: torch.Tensor
+
+
 class _Buffers:
-    """Activations that every layer reuses. They start as zeros, so that padding rows are always finite."""
+    """Activations that every layer and step reuses. They start as zeros, so that padding rows are always finite."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        self._config = config
+        self._widths = {
+            "residual": config.hidden_size,
+            "normed": config.hidden_size,
+            "attended": config.num_heads * config.head_dim,
+            "activated": config.intermediate_size,
+        }
         self._dtype = dtype
         self._num_rows = 0
-        self.reserve(1)
+        self._buffers: dict[str, torch.Tensor] = {}
 
-    def reserve(self, num_tokens: int) -> None:
-        """Make room for so many tokens, padded; growing forgets what was in the buffers."""
-        if padded_num_rows(num_tokens) <= self._num_rows:
-            return
-        config, num_rows = self._config, max(padded_num_rows(num_tokens), 2 * self._num_rows)
-        self.residual_PE = torch.zeros(num_rows, config.hidden_size, dtype=self._dtype)
-        self.normed_PE = torch.zeros(num_rows, config.hidden_size, dtype=self._dtype)
-        self.attended_PX = torch.zeros(num_rows, config.num_heads * config.head_dim, dtype=self._dtype)
-        self.activated_PF = torch.zeros(num_rows, config.intermediate_size, dtype=self._dtype)
-        self._num_rows = num_rows
+    def select(self, num_tokens: int) -> _Activations:
+        """Room for a step of so many tokens. Growing forgets what was in the buffers."""
+        num_padded = padded_num_rows(num_tokens)
+        if num_padded > self._num_rows:
+            self._num_rows = max(num_padded, 2 * self._num_rows)
+            self._buffers = {
+                name: torch.zeros(self._num_rows, width, dtype=self._dtype) for name, width in self._widths.items()
+            }
+        buffers = self._buffers
+        return _Activations(
+            residual_TE=buffers["residual"][:num_tokens],
+            normed_TE=buffers["normed"][:num_tokens],
+            normed_PE=buffers["normed"][:num_padded],
+            attended_TX=buffers["attended"][:num_tokens],
+            attended_PX=buffers["attended"][:num_padded],
+            activated_TF=buffers["activated"][:num_tokens],
+            activated_PF=buffers["activated"][:num_padded],
+        )

@@ -17,17 +17,18 @@ Axes: R sampled rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.core.sampling import SamplingParams
 from engine.core.step import SampledToken, SequenceStep
 from engine.model.philox import uniform
 
-# top_p looks for its set among so many of the most likely tokens before it sorts the whole vocabulary.
-_TOP_P_FIRST_LOOK = 512
+_Float32 = npt.NDArray[np.float32]
 
 
 class NonFiniteLogitsError(ArithmeticError):
@@ -77,7 +78,7 @@ class Sampler:
             penalties = params.frequency_penalty * counts + params.presence_penalty
             logits_V[torch.from_numpy(emitted)] -= torch.from_numpy(penalties.astype(np.float32))
         if step.position < params.min_tokens:
-            banned = [i for i in (*self._eos_token_ids, *params.stop_token_ids) if i < len(logits_V)]
+            banned = [i for i in (*self._eos_token_ids, *params.stop_token_ids) if 0 <= i < len(logits_V)]
             logits_V[banned] = float("-inf")
 
     def _choose(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[int]:
@@ -85,70 +86,53 @@ class Sampler:
         for step, is_finite in zip(steps, top_R.isfinite().tolist(), strict=True):
             if not is_finite:
                 raise NonFiniteLogitsError(f"logits of {step.key} at output position {step.position} are not finite")
-        token_ids: list[int] = greedy_R.tolist()
-        random_rows = [row for row, step in enumerate(steps) if not step.sampling.is_greedy]
-        if random_rows:
-            chosen = torch.tensor(random_rows)
-            weights_RV = _softmax_weights(logits_RV[chosen], top_R[chosen], [steps[row] for row in random_rows])
-            drawn = _draw(weights_RV, [steps[row] for row in random_rows])
-            for row, token_id in zip(random_rows, drawn, strict=True):
-                token_ids[row] = token_id
-        return token_ids
+        # Drawn row by row, not all at once: a row's weights and sums then stay in the cache.
+        return [
+            greedy if step.sampling.is_greedy else _draw(logits_V, step)
+            for greedy, logits_V, step in zip(greedy_R.tolist(), logits_RV.numpy(), steps, strict=True)
+        ]
 
 
-def _softmax_weights(logits_RV: torch.Tensor, top_R: torch.Tensor, steps: Sequence[SequenceStep]) -> torch.Tensor:
-    """Unnormalised probabilities, 1 for the most likely token, 0 for those that the filters drop."""
-    temperatures_R1 = torch.tensor([[step.sampling.temperature] for step in steps], dtype=torch.float32)
+def _draw(logits_V: _Float32, step: SequenceStep) -> int:
+    """The token at which the cumulative distribution passes the row's random number."""
+    params = step.sampling
     # A temperature too small for float32 would be 0 and give 0 / 0 for the most likely token.
-    temperatures_R1.clamp_(min=torch.finfo(torch.float32).tiny)
-    weights_RV = ((logits_RV - top_R.unsqueeze(1)) / temperatures_R1).exp()
-    for weights_V, step in zip(weights_RV, steps, strict=True):
-        _filter(weights_V, step.sampling)
-    return weights_RV
+    temperature = max(np.float32(params.temperature), np.finfo(np.float32).tiny)
+    with np.errstate(over="ignore", under="ignore"):
+        weights_V = np.exp((logits_V - logits_V.max()) / temperature)  # 1 for the most likely token
+    _filter(weights_V, params)
+    sums_V = weights_V.cumsum(dtype=np.float64)
+    total = float(sums_V[-1])
+    number = uniform(seed=params.seed, choice=step.key.choice, position=step.position)
+    # A target that rounds up to the total would pass the end: one step less finds the last token with a weight.
+    target = min(number * total, math.nextafter(total, 0.0))
+    return int(np.searchsorted(sums_V, target, side="right"))
 
 
-def _filter(weights_V: torch.Tensor, params: SamplingParams) -> None:
-    """Set the weights of dropped tokens to 0, in place. The most likely token always stays."""
+def _filter(weights_V: _Float32, params: SamplingParams) -> None:
+    """Set the weights of dropped tokens to 0, in place. The most likely token always stays.
+
+    numpy's sort and partition of float32 use vector instructions, torch's do not: some ten times the speed.
+    """
     if params.min_p > 0.0:
         weights_V[weights_V < params.min_p] = 0.0
     if 0 < params.top_k < len(weights_V):
-        _keep_largest(weights_V, params.top_k)
+        border = np.partition(weights_V, len(weights_V) - params.top_k)[len(weights_V) - params.top_k]
+        _keep_largest(weights_V, border, params.top_k)
     if params.top_p < 1.0:
-        _keep_largest(weights_V, _nucleus_size(weights_V, params.top_p))
+        descending_V = np.sort(weights_V)[::-1]
+        sums_V = descending_V.cumsum(dtype=np.float64)
+        # The first token at which the share of the whole reaches top_p is the last to stay.
+        last = min(int(np.searchsorted(sums_V, params.top_p * sums_V[-1])), len(weights_V) - 1)
+        _keep_largest(weights_V, descending_V[last], last + 1)
 
 
-def _nucleus_size(weights_V: torch.Tensor, top_p: float) -> int:
-    """How many of the most likely tokens it takes for their share of the whole to reach `top_p`."""
-    wanted = top_p * float(weights_V.sum(dtype=torch.float64))
-    size = min(_TOP_P_FIRST_LOOK, len(weights_V))
-    sums = weights_V.topk(size).values.cumsum(0, dtype=torch.float64)
-    if float(sums[-1]) < wanted:
-        sums = weights_V.sort(descending=True).values.cumsum(0, dtype=torch.float64)
-    return min(int(torch.searchsorted(sums, wanted)) + 1, len(weights_V))
-
-
-def _keep_largest(weights_V: torch.Tensor, count: int) -> None:
-    """Zero all but the `count` largest; among equals at the border the lowest ids stay."""
-    border = weights_V.topk(count).values[-1]
-    equal = (weights_V == border).nonzero().flatten()
-    num_larger = int((weights_V > border).sum())
+def _keep_largest(weights_V: _Float32, border: np.float32, count: int) -> None:
+    """Zero all but the `count` largest, of which `border` is the least; among its equals the lowest ids stay."""
+    equal = np.flatnonzero(weights_V == border)
+    num_larger = int(np.count_nonzero(weights_V > border))
     weights_V[weights_V < border] = 0.0
     weights_V[equal[count - num_larger :]] = 0.0
-
-
-def _draw(weights_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[int]:
-    """Inverse of the cumulative distribution at each row's random number."""
-    sums_RV = weights_RV.cumsum(dim=-1, dtype=torch.float64)
-    numbers_R1 = torch.tensor(
-        [[uniform(seed=step.sampling.seed, choice=step.key.choice, position=step.position)] for step in steps],
-        dtype=torch.float64,
-    )
-    totals_R1 = sums_RV[:, -1:]
-    # The first token whose sum exceeds the target. A target that rounds up to the total would find none, hence the
-    # step down: the token is then the last with a weight.
-    targets_R1 = torch.minimum(numbers_R1 * totals_R1, torch.nextafter(totals_R1, torch.zeros_like(totals_R1)))
-    token_ids: list[int] = torch.searchsorted(sums_RV, targets_R1, right=True).flatten().tolist()
-    return token_ids
 
 
 def _with_logprobs(token_id: int, logprobs_V: torch.Tensor | None, num_top: int | None) -> SampledToken:

@@ -127,7 +127,7 @@ def test_top_p_counts_the_share_of_what_top_k_left() -> None:
     assert set(frequencies(logits, temperature=1.0, top_k=2, top_p=0.58)) == {0, 1}
 
 
-def test_top_p_over_a_flat_vocabulary_needs_the_full_sort() -> None:
+def test_top_p_over_a_flat_vocabulary_keeps_the_lowest_ids() -> None:
     logits = torch.zeros(1, 5000)
     drawn = {
         SAMPLER.sample(logits.clone(), [step(temperature=1.0, top_p=0.5, seed=seed)])[0].token_id for seed in range(200)

@@ -8,9 +8,10 @@
 // Included inside `namespace baton::BATON_ISA_NAMESPACE { namespace {`, after simd.h.
 
 constexpr int KEY_TILE = 64;
-constexpr int MAX_ROWS = 96;
+constexpr int MAX_ROWS = 192;
 constexpr int ROWS = BATON_ROWS;        // rows of the register tile
 constexpr int COLUMNS = BATON_COLUMNS;  // vectors of the register tile
+constexpr int CACHE_LINE_BYTES = 64;
 constexpr float MINUS_INFINITY = -__builtin_inff();
 constexpr float LOG2_E = 1.44269504088896340736f;
 
@@ -186,15 +187,36 @@ static void find_rows(const BatonAttention& args, const AttentionTile& tile, int
   for (int i = count; i < KEY_TILE; ++i) rows[i] = zeros;
 }
 
+// The key rows that are packed after those from `first` on: the tile's next ones, or those that `next` begins with. In
+// decode each is read once, from another page, which the machine's own prefetcher does not foresee; so packing asks
+// the cache for them, a row at a time, as it goes.
+template <class T>
+static void find_rows_ahead(const BatonAttention& args, const AttentionTile& tile, const AttentionTile* next, int first,
+                            const T* zeros, const T** rows) {
+  const int context_end = args.context_starts[tile.sequence] + tile.end;
+  if (first + KEY_TILE < context_end) {
+    first += KEY_TILE;
+    const int count = context_end - first < KEY_TILE ? context_end - first : KEY_TILE;
+    find_rows(args, tile, first, count, zeros, rows);
+  } else if (next) {
+    const int next_end = args.context_starts[next->sequence] + next->end;
+    find_rows(args, *next, 0, next_end < KEY_TILE ? next_end : KEY_TILE, zeros, rows);
+  } else {
+    for (int i = 0; i < KEY_TILE; ++i) rows[i] = zeros;
+  }
+}
+
 template <class Words, class T>
-static void pack_keys(const T* const* rows, int count, int head_dim, float* keys) {
+static void pack_keys(const T* const* rows, const T* const* ahead, int count, int head_dim, float* keys) {
   const int words = head_dim / Words::PER_WORD;
   for (int group = 0; group < count; group += W) {
     for (int at = 0; at < words; at += W) {
       vf square[W];
 #pragma GCC unroll 16
-      for (int i = 0; i < W; ++i)
+      for (int i = 0; i < W; ++i) {
+        __builtin_prefetch(ahead[group + i] + at * Words::PER_WORD);
         square[i] = load_words<Words>(rows[group + i] + at * Words::PER_WORD, head_dim - at * Words::PER_WORD);
+      }
       transpose(square);
       const int present = words - at < W ? words - at : W;
       for (int i = 0; i < present; ++i) store(keys + (size_t)(at + i) * KEY_TILE + group, square[i]);
@@ -204,10 +226,13 @@ static void pack_keys(const T* const* rows, int count, int head_dim, float* keys
 
 // Values as rows of words: row k holds the value of key k, or of keys 2k (lower half) and 2k + 1.
 template <class Words, class T>
-static void pack_values(const T* const* rows, int64_t kv_stride, int count, const Shape& shape, const T* zeros,
-                        float* values) {
+static void pack_values(const T* const* rows, const T* const* ahead, int64_t kv_stride, int count, const Shape& shape,
+                        const T* zeros, float* values) {
   for (int key = 0; key < count; key += Words::PER_WORD, values += shape.padded_dim) {
     const T* row = rows[key] + kv_stride;
+    for (int i = 0; i < Words::PER_WORD; ++i)
+      for (int at = 0; at < shape.head_dim; at += CACHE_LINE_BYTES / (int)sizeof(T))
+        __builtin_prefetch(ahead[key + i] + kv_stride + at);
     if constexpr (Words::PER_WORD == 1) {
       for (int at = 0; at < shape.padded_dim; at += W) store(values + at, load_up_to(row + at, shape.head_dim - at));
     } else {
@@ -281,7 +306,7 @@ static void write_output(const BatonAttention& args, const Shape& shape, const A
 }
 
 template <class T>
-static void attend(const BatonAttention& args, const AttentionTile& tile, float* base) {
+static void attend(const BatonAttention& args, const AttentionTile& tile, const AttentionTile* next, float* base) {
   typedef typename WordsOf<T>::type Words;
   const Shape shape = shape_of(args);
   Scratch scratch;
@@ -305,8 +330,10 @@ static void attend(const BatonAttention& args, const AttentionTile& tile, float*
     const int columns = (count + W - 1) / W * W;
     const T* key_rows[KEY_TILE];
     find_rows(args, tile, first, count, zeros, key_rows);
-    pack_keys<Words>(key_rows, count, shape.head_dim, scratch.keys);
-    pack_values<Words>(key_rows, args.kv.kv_stride, count, shape, zeros, scratch.values);
+    const T* ahead[KEY_TILE];
+    find_rows_ahead(args, tile, next, first, zeros, ahead);
+    pack_keys<Words>(key_rows, ahead, count, shape.head_dim, scratch.keys);
+    pack_values<Words>(key_rows, ahead, args.kv.kv_stride, count, shape, zeros, scratch.values);
     multiply<Words>(scratch.queries, words, scratch.keys, KEY_TILE, scratch.scores, KEY_TILE, rows, columns, words,
                     false);
     for (int r = 0; r < rows; ++r) {
@@ -328,10 +355,11 @@ static size_t attention_scratch_size_bytes(const BatonAttention& args) {
 
 static int32_t attention_tile_tokens(const BatonAttention& args) { return shape_of(args).tile_tokens; }
 
-static void attention_tile(const BatonAttention& args, const AttentionTile& tile, void* scratch) {
+static void attention_tile(const BatonAttention& args, const AttentionTile& tile, const AttentionTile* next,
+                           void* scratch) {
   if (args.kv.dtype == BATON_BFLOAT16) {
-    attend<bf16>(args, tile, static_cast<float*>(scratch));
+    attend<bf16>(args, tile, next, static_cast<float*>(scratch));
   } else {
-    attend<float>(args, tile, static_cast<float*>(scratch));
+    attend<float>(args, tile, next, static_cast<float*>(scratch));
   }
 }

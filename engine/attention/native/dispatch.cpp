@@ -86,7 +86,8 @@ void baton_attention(const BatonAttention* args, int32_t isa, int32_t num_thread
             table.attention_scratch_size_bytes(*args)};
   parallel_for((int64_t)context.tiles.size(), num_threads, [](void* opaque, int64_t item) {
     const Context& c = *static_cast<Context*>(opaque);
-    c.table.attention_tile(c.args, c.tiles[item], thread_scratch(c.scratch_size_bytes));
+    const AttentionTile* next = item + 1 < (int64_t)c.tiles.size() ? &c.tiles[item + 1] : nullptr;
+    c.table.attention_tile(c.args, c.tiles[item], next, thread_scratch(c.scratch_size_bytes));
   }, &context);
 }
 

@@ -19,7 +19,9 @@ struct AttentionTile {
 struct KernelTable {
   size_t (*attention_scratch_size_bytes)(const BatonAttention& args);
   int32_t (*attention_tile_tokens)(const BatonAttention& args);
-  void (*attention_tile)(const BatonAttention& args, const AttentionTile& tile, void* scratch);
+  // `next` is the tile that this thread probably takes next, or null: its first keys are fetched ahead.
+  void (*attention_tile)(const BatonAttention& args, const AttentionTile& tile, const AttentionTile* next,
+                         void* scratch);
   void (*rotary_write)(const BatonRotaryWrite& args, int32_t begin, int32_t end);
   void (*rms_norm)(const BatonRmsNorm& args, int32_t begin, int32_t end);
   void (*silu_mul)(const BatonSiluMul& args, int32_t begin, int32_t end);
