@@ -18,7 +18,7 @@ from typing import Final
 
 import psutil
 
-from cluster.core.errors import StartupError
+from cluster.core.errors import StartupError, UnreachableError
 from cluster.live.cluster_record import ClusterRecord, ClusterRecords
 from cluster.live.config_file import ClusterFile
 from cluster.live.environment import Environment
@@ -65,9 +65,7 @@ def start_cluster(file: ClusterFile, environment: Environment, progress: Progres
 def stop_cluster(name: str, environment: Environment, progress: Progress) -> bool:
     """Ends everything of the cluster, also after a crash of any part of it; False if there is no such cluster.
 
-    Raises:
-        LeftoverError: a process cannot be ended.
-        UnreachableError: the Ray it runs on, which is not its own, does not answer.
+    Raises LeftoverError where a process cannot be ended.
     """
     records = ClusterRecords(environment.clusters_dir)
     record = records.read(name)
@@ -81,7 +79,7 @@ def stop_cluster(name: str, environment: Environment, progress: Progress) -> boo
             progress(f"ended {num_ended} processes of cluster {name}")
         remove_temp_dir(record.ray_temp_dir)
     elif record.ray_address:
-        _stop_on_shared_ray(record)
+        _stop_on_shared_ray(record, progress)
     records.remove(name)
     return True
 
@@ -215,10 +213,15 @@ def _end_launcher(record: ClusterRecord) -> None:
         launcher.kill()
 
 
-def _stop_on_shared_ray(record: ClusterRecord) -> None:
+def _stop_on_shared_ray(record: ClusterRecord, progress: Progress) -> None:
     from cluster.live import ray_cluster
 
-    ray_cluster.connect(record.ray_address, record.ray_namespace)
+    try:
+        ray_cluster.connect(record.ray_address, record.ray_namespace)
+    except UnreachableError as error:
+        # Actors do not outlive their Ray.
+        progress(f"{error}; taking it for gone")
+        return
     try:
         ray_cluster.stop_actors(ray_cluster.actor_names(record.ray_namespace), record.ray_namespace)
     finally:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -20,8 +21,10 @@ from cluster.core.errors import StartupError, UnreachableError
 from cluster.live.actors import CoordinatorActor, FrontActor, WorkerActor
 from cluster.live.hosted_loop import Phase, ProgramReport
 from cluster.live.plan import COORDINATOR_NAME, ClusterPlan
+from cluster.live.reachability import split_address
 from cluster.wire.channels import LOOPBACK
 
+CONNECT_TIMEOUT_S: Final = 5.0
 PLACEMENT_TIMEOUT_S: Final = 30.0
 START_TIMEOUT_S: Final = 600.0
 """For all parts to serve; loading a large model takes minutes."""
@@ -36,6 +39,7 @@ Actors = dict[str, Any]
 
 def connect(address: str, namespace: str) -> None:
     """Raises UnreachableError. Must be called on the main thread."""
+    _check_reachable(address)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
@@ -50,6 +54,17 @@ def connect(address: str, namespace: str) -> None:
     finally:
         # Ray installs a handler of its own, which would end the caller without its clean-up.
         signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for minutes. An address such as `auto` has no port, and is looked up at once."""
+    host, port = split_address(address)
+    if host is None or port is None:
+        return
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise UnreachableError(f"no Ray answers at {address}: {error.strerror or error}") from error
 
 
 def disconnect() -> None:

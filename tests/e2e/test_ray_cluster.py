@@ -233,6 +233,18 @@ def test_a_worker_that_cannot_start_says_why_and_takes_the_start_down(operator: 
     assert "did not start" in said.stderr and "safetensors" in said.stderr.lower()
 
 
+def test_the_demo_shows_everything_and_leaves_nothing(operator: Operator) -> None:
+    (operator.home / "baton").mkdir()
+    (operator.home / "baton" / "models").symlink_to(operator.model.parent)
+    said = operator.baton("demo")
+    assert "The capital of France is Paris." in said.stdout
+    lines = said.stdout.splitlines()
+    for part in ("QUEUED", "RESERVED", "PREFILL", "PUSH", "FIRST TOKEN", "DECODE"):
+        assert any(line.startswith("REQUEST") and f"{part} MS" in line for line in lines)
+    served = [line for line in lines if "prefill-0  decode-0" in line and " shm " in line]
+    assert len(served) == 4
+
+
 def test_a_port_in_use_is_refused_before_anything_starts(operator: Operator) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

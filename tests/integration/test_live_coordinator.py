@@ -51,6 +51,7 @@ from cluster.core.messages import (
     WorkerRefused,
     WorkerWelcome,
 )
+from cluster.core.state import ClusterState
 from cluster.live import services
 from cluster.live.coordinator import CoordinatorSettings, run_coordinator
 from cluster.wire.channels import PortInUseError, make_channel
@@ -386,6 +387,24 @@ def test_a_port_in_use_is_an_error_at_start() -> None:
             settings = CoordinatorSettings(config=make_config(), epoch=1, port=taken.getsockname()[1])
             with pytest.raises(PortInUseError):
                 await run_coordinator(settings, lambda address: None, asyncio.Event())
+
+    asyncio.run(main())
+
+
+def test_a_broken_state_machine_ends_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise AssertionError("a bug")
+
+    async def main() -> None:
+        address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        settings = CoordinatorSettings(config=make_config(), epoch=1)
+        task = asyncio.create_task(run_coordinator(settings, address.set_result, asyncio.Event()))
+        async with asyncio.timeout(TIMEOUT_S), make_channel(await address) as channel:
+            call = control_pb2_grpc.CoordinatorStub(channel).ConnectFront()
+            monkeypatch.setattr(ClusterState, "handle", broken)
+            await call.write(encode_front(FrontHello(front=FrontId("f", 1), address="127.0.0.1:1")))
+            with pytest.raises(AssertionError, match="a bug"):
+                await task
 
     asyncio.run(main())
 
