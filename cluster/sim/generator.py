@@ -6,9 +6,9 @@ import dataclasses
 import random
 
 from cluster.sim.engine_model import VOCABULARY_SIZE, StepCost
+from cluster.sim.fabric import Family
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
 from cluster.sim.scenario import Fault, FaultKind, Request, Scenario
-from cluster.sim.transport import Family
 from engine.core.sampling import SamplingParams
 
 MAX_ARRIVAL_NS = 500 * MILLISECOND_NS
@@ -70,7 +70,7 @@ def generate(seed: int) -> Scenario:
 def _requests(draw: random.Random, shape: Scenario) -> tuple[Request, ...]:
     stems = [[draw.randrange(VOCABULARY_SIZE) for _ in range(shape.max_model_tokens)] for _ in range(2)]
     window_ns = draw.choice((1, MAX_ARRIVAL_NS // 5, MAX_ARRIVAL_NS))
-    num_requests = draw.choice((1, 2, 3, 4, 6, 8))
+    num_requests = draw.choice((1, 2, 3, 4, 6, 8, 16))
     return tuple(_request(draw, shape, index, stems, draw.randrange(window_ns)) for index in range(num_requests))
 
 
@@ -127,7 +127,7 @@ def _log_uniform(draw: random.Random, low: int, high: int) -> int:
 
 def _faults(draw: random.Random, shape: Scenario, requests: tuple[Request, ...]) -> tuple[Fault, ...]:
     """Faults begin soon after some request has arrived: that is when they can do harm."""
-    num_faults = draw.choice((0, 1, 2, 2, 3, 4, 6))
+    num_faults = draw.choice((0, 1, 2, 2, 3, 4, 6, 10))
     faults = []
     for _ in range(num_faults):
         delay_ns = _log_uniform(draw, MILLISECOND_NS, MAX_FAULT_DELAY_NS)

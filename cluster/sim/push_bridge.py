@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from cluster.agent import effects, events
 from cluster.core.ids import WorkerId
+from cluster.sim.fabric import Fabric
 from cluster.sim.kv_memory import KVMemory
 from cluster.sim.process import Process
-from cluster.sim.transport import Delivered, Fabric, SimTransport, SimTransportEvent
+from cluster.sim.transport import Delivered, SimTransport, SimTransportEvent
 from kv_transfer.protocol.messages import CancelWrite, FencePeer, PushMessage, SendMessage, WriteBlocks
 from kv_transfer.transport import base
 from kv_transfer.transport.base import Copy, PeerId, UnknownPeerError

@@ -8,8 +8,8 @@ from enum import Enum
 from cluster.agent.limits import AgentLimits
 from cluster.front.request_spec import RequestLimits
 from cluster.sim.engine_model import StepCost
+from cluster.sim.fabric import Family
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
-from cluster.sim.transport import Family
 from engine.core.sampling import SamplingParams
 from kv_transfer.protocol.limits import PushLimits
 

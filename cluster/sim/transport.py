@@ -1,9 +1,6 @@
 """The push transport in the simulator: one-sided writes into a peer's KV memory, with every fault they can have.
 
-Two families of backend are modelled. With `SHARED_MEMORY` the sender's own process copies into the receiver's memory:
-a stopped sender's copies land when it continues, a dead one's never, and the fence is its death. With `REMOTE` the
-network card copies: what was posted may land although the sender is stopped or dead, the receiver may not hear of its
-death, and the fence closes the receiver's side.
+What differs between backends is told in `cluster.sim.fabric`.
 """
 
 from __future__ import annotations
@@ -11,14 +8,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
-from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS, Kernel
+from cluster.sim.fabric import Fabric, Family
+from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
 from cluster.sim.kv_memory import KVMemory, checksum
-from cluster.sim.network import Network
 from cluster.sim.process import Process
 from cluster.sim.trace import brief
-from kv_transfer.protocol.messages import BlockGrant, PushChunk, PushMessage
+from kv_transfer.protocol.messages import PushChunk, PushMessage
 from kv_transfer.transport.base import (
     Connected,
     ConnectFailed,
@@ -47,29 +43,6 @@ class Delivered:
 SimTransportEvent = Connected | ConnectFailed | WriteCompleted | WriteFailed | Delivered | PeerGone | Fenced
 
 
-class Family(Enum):
-    SHARED_MEMORY = "shared_memory"
-    REMOTE = "remote"
-
-
-@dataclass(slots=True, kw_only=True)
-class DataFaults:
-    """Probabilities, a write or notification, of what goes wrong on the data links at the moment; all 0 = healthy."""
-
-    lose_notice: float = 0.0
-    delay_notice: float = 0.0
-    repeat_notice: float = 0.0
-    corrupt: float = 0.0
-    skip_data: float = 0.0
-    fail_write: float = 0.0
-    slow_write: float = 0.0
-    cut: float = 0.0
-
-    def clear(self) -> None:
-        for name in self.__slots__:
-            setattr(self, name, 0.0)
-
-
 @dataclass(slots=True)
 class _Link:
     """A data connection between two lives."""
@@ -92,43 +65,6 @@ class _Write:
     num_landed: int = 0
     is_cancelled: bool = False
     fails: bool = False
-
-
-class Fabric:
-    """What all transports of a cluster share: who lives where, and the state of the links."""
-
-    def __init__(self, kernel: Kernel, network: Network, family: Family, *, ns_per_byte: int = 400) -> None:
-        self.kernel = kernel
-        self.network = network
-        self.family = family
-        self.ns_per_byte = ns_per_byte
-        self.faults = DataFaults()
-        self.random = kernel.stream("fabric")
-        self.transports: dict[PeerId, SimTransport] = {}
-        self.num_copies = 0
-        self.num_fences = 0
-        self.observe_landing: Callable[[PeerId, PeerId, BlockGrant], None] = lambda sender, receiver, grant: None
-        """Called before each copy lands, with sender, receiver and what was granted: the checks look at the block."""
-
-    def latency_ns(self) -> int:
-        return 20_000 + int(self.random.random() * 300_000)
-
-    def hits(self, probability: float) -> bool:
-        return probability > 0 and self.random.random() < probability
-
-    def cut(self, name: str, other: str = "") -> None:
-        """Fault: breaks the data connections of a worker, all of them or those to one other."""
-        for transport in list(self.transports.values()):
-            if transport.me.name == name and transport.process.alive:
-                for peer in transport.peers:
-                    if other in ("", peer.name):
-                        transport.cut(peer)
-
-    def are_apart(self, end: SimTransport, other: SimTransport) -> bool:
-        """Whether a partition separates the two; workers that share memory share a host."""
-        if self.family is Family.SHARED_MEMORY:
-            return False
-        return self.network.is_partitioned(end.process.name, other.process.name)
 
 
 class SimTransport:

@@ -14,12 +14,12 @@ from cluster.core.ids import FrontId, WorkerId
 from cluster.core.messages import Command, StreamHello, TokenBatch, TokenRequest
 from cluster.sim.coordinator_node import ADDRESS, Envelope
 from cluster.sim.engine_model import StepCost, run_plan
+from cluster.sim.fabric import Fabric
 from cluster.sim.kernel import MILLISECOND_NS
 from cluster.sim.kv_memory import KVMemory, checksum
 from cluster.sim.network import Network, StreamEnd
 from cluster.sim.process import Alarm, Process
 from cluster.sim.push_bridge import PushBridge
-from cluster.sim.transport import Fabric
 from engine.core.step import StepPlan, StepResult
 
 RECONNECT_DELAY_NS = 200 * MILLISECOND_NS

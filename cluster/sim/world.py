@@ -10,6 +10,7 @@ from cluster.front.request import FrontRequest
 from cluster.front.request_spec import RequestSpec
 from cluster.sim.client import Client
 from cluster.sim.coordinator_node import CoordinatorNode
+from cluster.sim.fabric import Fabric
 from cluster.sim.faults import FaultInjector
 from cluster.sim.front_node import FrontNode
 from cluster.sim.kernel import MILLISECOND_NS, Kernel
@@ -18,7 +19,6 @@ from cluster.sim.process import Process
 from cluster.sim.scenario import Request, Scenario
 from cluster.sim.shape import MODEL_FINGERPRINT, cluster_config, worker_config
 from cluster.sim.trace import Trace
-from cluster.sim.transport import Fabric
 from cluster.sim.worker_node import WorkerNode
 from engine.core.block_hash import extra_key, hash_blocks
 from engine.core.request import RequestBody

@@ -12,10 +12,10 @@ import pytest
 from cluster.core.ids import Outcome, WorkerId
 from cluster.sim.checks import held
 from cluster.sim.engine_model import StepCost
+from cluster.sim.fabric import Family
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
 from cluster.sim.scenario import SIM_PUSH_LIMITS, FaultKind
 from cluster.sim.shape import worker_config
-from cluster.sim.transport import Family
 from cluster.sim.world import World
 from tests.sim.worlds import ANSWERED, ARRIVAL_NS, FAMILIES, ask, count, fault, finish, is_free, make_world, run_until
 
@@ -347,7 +347,7 @@ def test_an_answer_of_one_token_never_looks_like_a_failed_push() -> None:
 
 @pytest.mark.parametrize("kind", [FaultKind.PAUSE, FaultKind.CLOCK_JUMP])
 def test_a_coordinator_that_was_away_does_not_take_its_workers_for_silent(kind: FaultKind) -> None:
-    """It is stopped, or its host sleeps: what they said meanwhile waits in its sockets, and is read before it judges."""
+    """It is stopped, or its host sleeps: what they said waits in its sockets, and is read before it judges."""
     away = fault(kind, ARRIVAL_NS + 20 * MILLISECOND_NS, "coordinator", duration_ns=8 * SECOND_NS)
     world = make_world(ask(max_tokens=20), ask(1, arrival_ns=9 * SECOND_NS), faults=(away,), heartbeat_timeout_s=1.0)
     assert_answered(world)

@@ -6,12 +6,13 @@ import dataclasses
 
 import pytest
 
+from cluster.sim.fabric import DataFaults, Fabric, Family
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS, Kernel
 from cluster.sim.kv_memory import KVMemory, checksum
 from cluster.sim.network import Network
 from cluster.sim.process import Process
 from cluster.sim.trace import Trace
-from cluster.sim.transport import DataFaults, Delivered, Fabric, Family, SimTransport
+from cluster.sim.transport import Delivered, SimTransport
 from kv_transfer.protocol.messages import BlockGrant, LeaseRenew, PushChunk, PushKey
 from kv_transfer.transport.base import (
     Connected,

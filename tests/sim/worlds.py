@@ -8,11 +8,11 @@ from typing import Any
 from cluster.core.ids import Outcome
 from cluster.sim.checks import held, leftovers, watch_landings
 from cluster.sim.client import Client
+from cluster.sim.fabric import Family
 from cluster.sim.history import run_world
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
 from cluster.sim.scenario import Fault, FaultKind, Request, Scenario
 from cluster.sim.trace import Trace
-from cluster.sim.transport import Family
 from cluster.sim.world import World
 from engine.core.sampling import SamplingParams
 
