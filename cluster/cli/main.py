@@ -260,5 +260,7 @@ def _environment() -> Environment:
 
 def main() -> None:
     """The entry point of the `baton` script."""
+    # gRPC's own log lines, about connections that end, are no answer to anything that was asked.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     app(prog_name="baton")
     sys.exit(0)

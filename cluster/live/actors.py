@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import warnings
 from typing import Any, Final
 
 import ray
@@ -51,9 +52,6 @@ class CoordinatorActor:
     def supervise(self) -> None:
         self._host.supervise()
 
-    def stop(self) -> None:
-        self._host.stop()
-
 
 class WorkerActor:
     def __init__(self, plan: ClusterPlan, worker: WorkerPlan) -> None:
@@ -69,9 +67,6 @@ class WorkerActor:
 
     def supervise(self) -> None:
         self._host.supervise()
-
-    def stop(self) -> None:
-        self._host.stop()
 
     def life(self) -> int:
         """The incarnation that runs here."""
@@ -90,9 +85,6 @@ class FrontActor:
     def supervise(self) -> None:
         self._host.supervise()
 
-    def stop(self) -> None:
-        self._host.stop()
-
 
 def _own_host(plan: ClusterPlan) -> str:
     """What this machine is called by the cluster's other parts."""
@@ -102,7 +94,10 @@ def _own_host(plan: ClusterPlan) -> str:
 
 
 def _is_restarted() -> bool:
-    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+    with warnings.catch_warnings():
+        # Ray's own code warns of itself here.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def _end_life(worker: WorkerId, namespace: str, reason: str) -> None:

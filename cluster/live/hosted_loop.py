@@ -46,9 +46,6 @@ class HostedLoop:
         self._on_end = on_end
         self._lock = threading.Lock()
         self._report = ProgramReport(phase=Phase.STARTING)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
-        self._stop_requested = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -56,18 +53,6 @@ class HostedLoop:
     def report(self) -> ProgramReport:
         with self._lock:
             return self._report
-
-    def stop(self) -> None:
-        """Asks the program to end; returns at once."""
-        with self._lock:
-            self._stop_requested = True
-            if self._loop is not None and self._stop is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._stop.set)
-
-    def join(self, timeout_s: float) -> bool:
-        """Whether the program has ended within that time."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
@@ -81,12 +66,8 @@ class HostedLoop:
         self._on_end(self.report)
 
     async def _main(self) -> None:
-        stop = asyncio.Event()
-        with self._lock:
-            self._loop, self._stop = asyncio.get_running_loop(), stop
-            if self._stop_requested:
-                stop.set()
-        await self._program(self._ready, stop)
+        # Nobody sets the event: what holds the program ends with its process.
+        await self._program(self._ready, asyncio.Event())
 
     def _ready(self, address: str) -> None:
         self._set(ProgramReport(phase=Phase.SERVING, address=address))

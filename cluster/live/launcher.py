@@ -53,6 +53,7 @@ def start_cluster(file: ClusterFile, environment: Environment, progress: Progres
     try:
         records.create(record)
     except FileExistsError as error:
+        remove_temp_dir(record.ray_temp_dir)
         raise StartupError(f"cluster {record.name} is being started by another process") from error
     try:
         return _bring_up(record, file, facts, records, environment, progress)

@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 RESTART_DELAY_S: Final = 1.0
 """Before a later life starts: it bounds how fast something that cannot live is tried again, and keeps the coordinator's
 epochs, which are seconds, apart."""
-STOP_TIMEOUT_S: Final = 3.0
 FAILED_EXIT_CODE: Final = 70
 
 
@@ -41,7 +40,6 @@ class ProgramHost:
             time.sleep(RESTART_DELAY_S)
         self._lock = threading.Lock()
         self._supervised = restarted
-        self._stopping = False
         self._make_program = make_program
         self._loop = HostedLoop(name, self._run, self._ended)
 
@@ -56,19 +54,12 @@ class ProgramHost:
         if self._loop.report.phase in (Phase.ENDED, Phase.FAILED):
             _end_process()
 
-    def stop(self) -> None:
-        """Ends the program in an orderly way; returns when it has ended, or after the time limit."""
-        with self._lock:
-            self._stopping = True
-        self._loop.stop()
-        self._loop.join(STOP_TIMEOUT_S)
-
     async def _run(self, on_ready: OnReady, stop: asyncio.Event) -> None:
         await self._make_program()(on_ready, stop)
 
     def _ended(self, report: ProgramReport) -> None:
         with self._lock:
-            ends_process = self._supervised and not self._stopping
+            ends_process = self._supervised
         if ends_process:
             logger.error("the program %s: %s", report.phase.value, report.error or "nobody asked it to end")
             _end_process()

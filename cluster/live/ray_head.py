@@ -74,6 +74,7 @@ def start_ray(*, run_id: str, temp_dir: str, num_cpus: int, variables: Mapping[s
 
 
 def _flags(temp_dir: str, num_cpus: int) -> list[str]:
+    client_port, dashboard_port = free_ports(2)
     return [
         "--port=0",
         f"--num-cpus={num_cpus}",
@@ -84,7 +85,8 @@ def _flags(temp_dir: str, num_cpus: int) -> list[str]:
         "--no-monitor",
         "--disable-usage-stats",
         # Ports that are fixed by default would collide with another Ray of this machine.
-        f"--ray-client-server-port={free_ports(1)[0]}",
+        f"--ray-client-server-port={client_port}",
+        f"--dashboard-port={dashboard_port}",
         "--dashboard-agent-listen-port=0",
         "--dashboard-agent-grpc-port=0",
         "--log-style=record",
