@@ -40,8 +40,9 @@ with local_cluster(config, read_environment(os.environ)) as cluster:
 GONE_TIMEOUT_S = 10.0
 
 
-def test_nothing_outlives_a_caller_that_is_killed() -> None:
-    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+def test_no_process_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
+    # Nobody is left to remove the folder with the logs: it goes with the test's own.
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path), "TMPDIR": str(tmp_path)}
     caller = subprocess.Popen([sys.executable, "-c", CALLER], stdout=subprocess.PIPE, text=True, env=environment)
     assert caller.stdout is not None
     with caller:
