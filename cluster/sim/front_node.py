@@ -57,6 +57,7 @@ class FrontNode:
         self._live: dict[str, _Live] = {}
         self._links: dict[WorkerId, _WorkerLink] = {}
         self._coordinator: StreamEnd | None = None
+        """The stream once it is welcome; what is sent before that is dropped, and repeated then."""
         self._dial_coordinator()
 
     @property
@@ -84,8 +85,7 @@ class FrontNode:
         self._network.dial(self.process, ADDRESS, self._coordinator_opened, self._coordinator_failed)
 
     def _coordinator_opened(self, stream: StreamEnd) -> None:
-        self._coordinator = stream
-        stream.on_message = self._coordinator_said
+        stream.on_message = lambda message: self._coordinator_said(stream, message)
         stream.on_closed = self._coordinator_failed
         live = tuple(entry.request.live() for entry in self._live.values())
         stream.send(Envelope(message=FrontHello(front=self.front, address=self.process.name, live=live)))
@@ -95,8 +95,9 @@ class FrontNode:
         self.process.after(RECONNECT_DELAY_NS, self._dial_coordinator)
         self._handle_all(events.CoordinatorLost())
 
-    def _coordinator_said(self, message: ToFrontMessage) -> None:
+    def _coordinator_said(self, stream: StreamEnd, message: ToFrontMessage) -> None:
         if isinstance(message, FrontWelcome):
+            self._coordinator = stream
             self._handle_all(events.CoordinatorRegained())
             return
         attempt = getattr(message, "attempt", None)
