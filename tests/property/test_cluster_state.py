@@ -11,22 +11,28 @@ from tests.support.coordinator_world import ModelFront, ModelWorker, World
 
 NAMES = (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE))
 PICK = st.integers(min_value=0, max_value=1_000)
-MAX_LIVES = 12
+MAX_LIVES = 14
 MAX_REQUESTS = 20
+MAX_DEATHS = 3
+"""Of workers; more would leave too little running for the rest of an example."""
 
 
 class ClusterMachine(RuleBasedStateMachine):
     """Rules pick by number, so that any example is an interleaving; what cannot move at the moment is left alone."""
 
     world: World
+    num_deaths = 0
 
-    @initialize(with_prefill=st.booleans())
-    def begin(self, with_prefill: bool) -> None:
+    @initialize(with_prefill=st.sampled_from((True, True, False)), is_up=st.sampled_from((True, True, False)))
+    def begin(self, with_prefill: bool, is_up: bool) -> None:
         self.world = World(with_prefill=with_prefill)
         self.names = NAMES if with_prefill else NAMES[2:]
         for name, role in self.names:
             self.world.start_worker(name, role)
         self.world.start_front("f")
+        self.world.start_front("g")
+        if is_up:
+            self._let_all_arrive(1)
 
     def _worker(self, pick: int, *, able: str) -> ModelWorker | None:
         """One of the workers that have something in that attribute."""
@@ -65,7 +71,10 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(choices=st.lists(PICK, min_size=1, max_size=8))
     def everything_arrives(self, choices: list[int]) -> None:
-        """Reach later phases more often than single steps would."""
+        """Reaches later phases more often than single steps would."""
+        self._let_all_arrive(*choices)
+
+    def _let_all_arrive(self, *choices: int) -> None:
         for choice in choices:
             for worker in tuple(self.world.workers.values()):
                 while worker.outbox and worker.id in self.world.workers:
@@ -93,11 +102,15 @@ class ClusterMachine(RuleBasedStateMachine):
         num_prompt_tokens=st.integers(min_value=1, max_value=150),
         deadline_ms=st.none() | st.integers(min_value=0, max_value=3_000),
         priority=st.integers(min_value=-1, max_value=1),
+        num_rounds=st.integers(min_value=0, max_value=3),
     )
-    def a_request_is_submitted(self, pick: int, num_prompt_tokens: int, deadline_ms: int | None, priority: int) -> None:
+    def a_request_is_submitted(
+        self, pick: int, num_prompt_tokens: int, deadline_ms: int | None, priority: int, num_rounds: int
+    ) -> None:
         front = self._front(pick)
         if front is not None:
             self.world.submit(front.id, num_prompt_tokens, deadline_ms, priority)
+            self._let_all_arrive(*[1] * num_rounds)
 
     @rule(pick=PICK, request=PICK)
     def a_client_leaves(self, pick: int, request: int) -> None:
@@ -121,10 +134,12 @@ class ClusterMachine(RuleBasedStateMachine):
 
     # ---- bad days ----
 
+    @precondition(lambda self: self.num_deaths < MAX_DEATHS)
     @rule(pick=PICK)
     def a_worker_dies(self, pick: int) -> None:
-        worker = self._worker(pick, able="id")
+        worker = self._worker(pick, able="legs") or self._worker(pick, able="id")
         if worker is not None:
+            self.num_deaths += 1
             self.world.kill_worker(worker.id)
 
     @precondition(lambda self: self.world.num_lives < MAX_LIVES)
@@ -133,16 +148,12 @@ class ClusterMachine(RuleBasedStateMachine):
         self.world.start_worker(*self.names[pick % len(self.names)])
 
     @precondition(lambda self: self.world.num_lives < MAX_LIVES)
-    @rule(name=st.sampled_from("fg"))
-    def a_front_starts(self, name: str) -> None:
-        if not any(front_id.name == name for front_id in self.world.fronts):
-            self.world.start_front(name)
-
     @rule(pick=PICK)
-    def a_front_dies(self, pick: int) -> None:
+    def a_front_dies_and_another_starts(self, pick: int) -> None:
         front = self._front(pick)
-        if front is not None:
-            self.world.kill_front(front.id)
+        assert front is not None
+        self.world.kill_front(front.id)
+        self.world.start_front(front.id.name)
 
     @rule(duration_ms=st.sampled_from((1, 50, 1_000, 9_000, 31_000)))
     def time_passes(self, duration_ms: int) -> None:
@@ -156,8 +167,8 @@ class ClusterMachine(RuleBasedStateMachine):
 
 
 ClusterMachine.TestCase.settings = settings(
-    max_examples=150,
-    stateful_step_count=50,
+    max_examples=300,
+    stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -238,6 +238,7 @@ class World:
         self.committed: dict[AttemptId, None] = {}
         self.finished_by: dict[AttemptId, WorkerId] = {}
         self.journal: list[tuple[int, Event, list[Effect]]] = []
+        self.is_draining = False
         self.num_lives = 0
         self.num_requests = 0
 
@@ -265,7 +266,8 @@ class World:
                     self.fronts[front_id].inbox.append(message)
             case DropBody(request_id=request_id):
                 del self.bodies[request_id]
-            case GiveUpWorker(worker=worker_id):
+            case GiveUpWorker(worker=worker_id, reason=reason):
+                assert not (self.is_draining and "did not release" in reason), f"{worker_id} was not told enough"
                 self.workers.pop(worker_id, None)
 
     def _check_views(self) -> None:
@@ -323,7 +325,20 @@ class World:
         )
 
     def deliver_command(self, worker: ModelWorker, choice: int) -> None:
-        worker.obey(worker.inbox.popleft(), choice)
+        body = worker.inbox.popleft()
+        if isinstance(body, SenderStopped):
+            self._check_stopped(worker, body.attempt)
+        elif isinstance(body, PeerLost):
+            assert body.peer not in self.workers, "only a life that is given up is lost"
+        worker.obey(body, choice)
+
+    def _check_stopped(self, decode: ModelWorker, attempt: AttemptId) -> None:
+        """The point of it all: blocks are free again only when nobody can write to them."""
+        leg = decode.legs.get(attempt)
+        sender = None if leg is None or leg.peer is None else self.workers.get(leg.peer)
+        if sender is not None:
+            assert attempt not in sender.legs, f"{sender.id} still pushes {attempt}"
+            assert not any(isinstance(body, Prefill) and body.attempt == attempt for body in sender.inbox)
 
     def deliver_report(self, worker: ModelWorker) -> None:
         self.handle(FromWorker(worker=worker.id, message=worker.outbox.popleft()))
@@ -360,6 +375,7 @@ class World:
 
     def drain(self) -> None:
         """Everybody does what is left to do, one thing after the other, until nothing moves."""
+        self.is_draining = True
         for _ in range(MAX_DRAIN_STEPS):
             if not self._drain_step():
                 return

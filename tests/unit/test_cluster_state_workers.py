@@ -351,6 +351,13 @@ def test_a_leg_that_fails_while_reserving_is_placed_elsewhere() -> None:
     assert bench.commands(D0) == [SenderStopped(attempt=R1)]
 
 
+def test_a_failure_after_the_last_token_is_stale() -> None:
+    bench = _bench()
+    bench.run_to_decoding()
+    bench.worker_says(D0, _finished())
+    assert bench.worker_says(D0, _leg_failed()) == [] and bench.phase() == "finished"
+
+
 def test_prefill_failing_after_the_commit_harms_nobody() -> None:
     bench = _bench()
     bench.run_to_decoding()
@@ -463,6 +470,10 @@ def test_requests_wait_until_prefill_can_start_soon() -> None:
     bench.grant(R1)
     bench.beat(P0, waiting_prefill_tokens=200)
     assert bench.phase("s") == "reserving", "the heartbeat shows how far the long prompt has come"
+    bench.worker_says(P0, PrefillDone(attempt=R1, outcome=None, timeline=TIMELINE))
+    bench.submit("t", num_prompt_tokens=300)
+    bench.submit("u")
+    assert [bench.phase(request_id) for request_id in "tu"] == ["reserving", "queued"]
 
 
 def test_a_heartbeat_before_the_command_does_not_hide_the_backlog() -> None:
