@@ -37,7 +37,7 @@ bench: $(INSTALLED)  ## Run every benchmark; JSON and plots land in benchmarks/r
 	@$(BIN)/python -m benchmarks.run_all
 
 soak: $(INSTALLED)  ## Many more simulated histories than the tests run.
-	@$(BIN)/python -m pytest tests/sim --histories 20000 --timeout 7200
+	@BATON_SIM_HISTORIES=20000 $(BIN)/python -m pytest tests/sim --timeout 7200
 
 stubs: $(INSTALLED)  ## Regenerate the stubs beside the .proto files.
 	@$(BIN)/python -m tests.tidy.stubs
