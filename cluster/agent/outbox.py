@@ -197,6 +197,9 @@ class Outbox:
     def num_records(self) -> int:
         return len(self._records)
 
+    def num_early_watches(self) -> int:
+        return len(self._early_watches)
+
     # ---- inside ----
 
     def _record_deadline_ns(self) -> int | None:

@@ -128,6 +128,10 @@ class WorkerState:
     def num_token_records(self) -> int:
         return self._outbox.num_records()
 
+    def num_early_watches(self) -> int:
+        """Watches of attempts that have not come (yet)."""
+        return self._outbox.num_early_watches()
+
     def check_invariants(self) -> None:
         self._stepper.check_invariants()
         self._pushes.check_invariants()

@@ -47,9 +47,13 @@ def leftovers(world: World) -> list[str]:
     found = [f"{node.front} still has {node.num_live} requests" for node in world.fronts if node.num_live]
     found += _registry_leftovers(world)
     for node in world.all_workers:
-        if node.process.alive and node.state.num_token_records():
+        if not node.process.alive:
+            continue
+        if node.state.num_token_records():
             found.append(f"{node.worker} has {node.state.num_token_records()} token records")
-        if node.process.alive and node is not world.worker(node.worker.name):
+        if node.state.num_early_watches():
+            found.append(f"{node.worker} has {node.state.num_early_watches()} watches of attempts that never came")
+        if node is not world.worker(node.worker.name):
             found.append(f"{node.worker} runs beside its successor")
     return found + held(world)
 
