@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from cluster.agent import events as ev
@@ -27,6 +30,7 @@ from cluster.core.messages import (
 )
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
+from kv_transfer.protocol.messages import FirstToken, PushEnd
 from tests.support.toy_engine import undisturbed
 from tests.support.worker_pair import BLOCK_SIZE, FRONT, MILLISECOND_NS, SECOND_NS, Request, World
 
@@ -131,6 +135,8 @@ def test_prompt_of_whole_blocks_that_is_cached_still_leaves_a_token_to_compute()
     requests.append(world.submit("r2", body(tuple(range(16)))))
     world.settle()
     assert world.front.token_ids("r2") == expected(requests[1].body)
+    committed = requests[1].committed
+    assert committed is not None and committed.timeline.num_cached_tokens == 12
     for request in requests:
         world.forget(request)
     world.check_nothing_left()
@@ -240,6 +246,33 @@ def test_corrupt_block_is_written_again() -> None:
     world.prefill.land_write(is_corrupt=True)
     world.settle()
     assert world.front.token_ids("r") == expected(request.body)
+    finish(world, request)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_tokens": 18},
+        {"first_tokens": ()},
+        {"first_tokens": (FirstToken(choice=0, position=1, token_id=7),)},
+        {"first_tokens": (FirstToken(choice=1, position=0, token_id=7),)},
+    ],
+)
+def test_push_of_something_else_than_was_asked_for_is_not_committed(change: dict[str, Any]) -> None:
+    world = World()
+    request = world.submit("r", body())
+    while not any(isinstance(message, PushEnd) for _, message in world.decode.inbox):
+        if not world.prefill.advance_once():
+            world.decode.advance_once()
+        world.run_later()
+    world.decode.inbox = [
+        (peer, replace(message, **change) if isinstance(message, PushEnd) else message)
+        for peer, message in world.decode.inbox
+    ]
+    world.settle()
+    assert request.committed is None
+    assert [failure.outcome for failure in request.failures] == [Outcome.TRANSFER_FAILED]
+    assert world.front.token_ids("r") == expected(request.body)[:1]
     finish(world, request)
 
 
