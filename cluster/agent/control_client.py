@@ -67,6 +67,9 @@ class ControlClient:
                 logger.warning("the coordinator ended the control stream")
             except (grpc.aio.AioRpcError, TimeoutError) as error:
                 logger.warning("no coordinator at %s: %s", self._address, _describe(error))
+            except WireError as error:
+                # A command that is passed over would leave its request waiting: the stream ends, and this life with it.
+                logger.error("the coordinator sent a malformed command: %s", error)
             finally:
                 self._outgoing = None
                 call.cancel()
@@ -74,12 +77,8 @@ class ControlClient:
         return is_open
 
     def _on_command(self, envelope: control_pb2.Command) -> None:
-        try:
-            command, body = decode_command(envelope)
-        except WireError as error:
-            # The front has checked the request and the coordinator made the command: a fault of ours, said aloud.
-            logger.error("the coordinator sent a malformed command: %s", error)
-            return
+        """Raises: WireError."""
+        command, body = decode_command(envelope)
         self._post(ev.CommandReceived(command=command, body=body))
 
 

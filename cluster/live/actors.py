@@ -108,12 +108,12 @@ def _end_life(worker: WorkerId, namespace: str, reason: str) -> None:
         return
     try:
         life: Any = ray.get(actor.life.remote(), timeout=LIFE_TIMEOUT_S)
-        if life != worker.incarnation:
-            return
     except ray.exceptions.GetTimeoutError:
         # It hangs: then it is the one.
-        pass
+        life = worker.incarnation
     except ray.exceptions.RayActorError:
+        return
+    if life != worker.incarnation:
         return
     logger.warning("ending worker %s: %s", worker, reason)
     ray.kill(actor, no_restart=False)
