@@ -17,8 +17,9 @@ EXCLUDE_AFTER_REFUSAL_NS: Final = 50 * NS_PER_MS
 """A decode worker that refused a reservation is not asked again by that request for so long."""
 RESUBMIT_TIMEOUT_NS: Final = 10 * NS_PER_S
 """A front that was told of a failed attempt must answer within this, or the request ends."""
-FINISHED_TIMEOUT_NS: Final = 120 * NS_PER_S
-"""A finished request waits so long for the front's RequestDone. Workers keep nothing of it meanwhile."""
+FINISHED_TIMEOUT_NS: Final = 60 * NS_PER_S
+"""A finished request waits so long for the front's RequestDone, about as long as its worker keeps the last tokens.
+After that they may be out of the front's reach for good, and the attempt has failed."""
 RELEASE_TIMEOUT_NS: Final = 30 * NS_PER_S
 """A worker that has not released a cancelled leg by then is given up: nothing may stay held for ever."""
 UNKNOWN_ATTEMPT: Final = "the coordinator does not know it"

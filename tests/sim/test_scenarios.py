@@ -362,3 +362,14 @@ def test_a_decode_worker_that_was_away_does_not_fence_its_senders(family: Family
     world = make_world(ask(num_prompt_tokens=40), faults=(away,), family=family, heartbeat_timeout_s=10.0)
     assert_answered(world)
     assert world.fabric.num_fences == 0
+
+
+def test_a_front_that_was_cut_off_for_longer_than_tokens_are_kept() -> None:
+    """The worker has finished and forgotten: the front's new watch finds nothing. The rest is computed again."""
+    for seed in range(10):
+        faults = (
+            fault(FaultKind.PARTITION, ARRIVAL_NS + 5 * MILLISECOND_NS, "d0", other="f0", duration_ns=300_000_000),
+            fault(FaultKind.CLOCK_JUMP, ARRIVAL_NS + 200 * MILLISECOND_NS, "d0", duration_ns=9 * SECOND_NS),
+        )
+        world = make_world(ask(max_tokens=3), faults=faults, num_prefill=0, seed=seed, heartbeat_timeout_s=30.0)
+        assert_answered(world)

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from cluster.core.events import Tick
-from cluster.core.ids import AttemptId
-from cluster.core.messages import EndRequest, FrontHello, FrontWelcome, LiveRequest, RunLocal
-from tests.support.coordinator import D0, FRONT, MS, Bench, make_config, only
+from cluster.core.ids import AttemptId, Outcome
+from cluster.core.messages import (
+    AttemptFailed,
+    EndRequest,
+    Finished,
+    FrontHello,
+    FrontWelcome,
+    LiveRequest,
+    Resubmit,
+    RunLocal,
+)
+from tests.support.coordinator import D0, FRONT, MS, TIMELINE, Bench, make_config, only
 
 
 def test_a_request_that_was_never_placed_is_not_ended_when_its_front_announces_it() -> None:
@@ -44,3 +53,19 @@ def test_a_late_tick_gives_every_worker_its_time_again() -> None:
     assert bench.given_up() == []
     bench.wait_ms(1)
     assert bench.given_up() == [D0]
+
+
+def test_last_tokens_that_do_not_reach_the_front_are_computed_again() -> None:
+    """The worker keeps them for a time only; a front that was cut off for longer must not wait for ever."""
+    bench = Bench(make_config(with_prefill=False, heartbeat_timeout_s=1000.0))
+    bench.connect()
+    bench.join(D0)
+    bench.submit("r")
+    first = AttemptId("r", 1)
+    bench.worker_says(D0, Finished(attempt=first, outcome=Outcome.LENGTH, num_output_tokens=8, timeline=TIMELINE))
+    bench.wait_ms(60_000)
+    failed = only(bench.said())
+    assert isinstance(failed, AttemptFailed) and failed.attempt == first
+    bench.front_says(Resubmit(request_id="r", failed_attempt=1, num_delivered=7))
+    command = only(bench.commands(D0))
+    assert isinstance(command, RunLocal) and command.attempt == AttemptId("r", 2)

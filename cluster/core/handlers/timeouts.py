@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.core.handlers.ending import current_attempt, end_request, forget_request, watch_deadline
+from cluster.core.handlers.ending import current_attempt, end_request, fail_attempt, forget_request, watch_deadline
 from cluster.core.handlers.fronts import situation
 from cluster.core.handlers.placing import exclude_and_withdraw
 from cluster.core.handlers.workers import on_silence, on_unreleased
@@ -10,7 +10,7 @@ from cluster.core.ids import AttemptId, Outcome, WorkerId
 from cluster.core.limits import NS_PER_MS
 from cluster.core.messages import Refused
 from cluster.core.parts import Parts
-from cluster.core.requests import Phase, Request
+from cluster.core.requests import Failure, Phase, Request
 from cluster.core.timers import TimerKey, TimerKind
 from cluster.policy.admission import retry_after_ms
 
@@ -37,7 +37,7 @@ def _on_due(parts: Parts, now_ns: int, key: TimerKey) -> None:
 
 def _on_request_due(parts: Parts, now_ns: int, request: Request) -> None:
     if request.phase is Phase.FINISHED:
-        forget_request(parts, now_ns, request, "its front did not say that it is done")
+        _on_finished_timeout(parts, now_ns, request)
     elif request.deadline_ns is not None and request.deadline_ns <= now_ns:
         end_request(parts, now_ns, request, Outcome.DEADLINE_EXCEEDED, _deadline_reason(request))
     elif request.phase is Phase.QUEUED:
@@ -65,6 +65,14 @@ def _on_queue_timeout(parts: Parts, now_ns: int, request: Request) -> None:
     )
     parts.outbox.to_front(request.front, refused)
     forget_request(parts, now_ns, request, reason)
+
+
+def _on_finished_timeout(parts: Parts, now_ns: int, request: Request) -> None:
+    """The last tokens have not reached the front, or its word has not reached us: it answers either way."""
+    attempt = current_attempt(parts, request)
+    assert attempt is not None
+    failure = Failure(Outcome.WORKER_LOST, "the last tokens did not reach the front")
+    fail_attempt(parts, now_ns, request, attempt, failure)
 
 
 def _on_reserve_timeout(parts: Parts, now_ns: int, request: Request) -> None:
