@@ -1,8 +1,9 @@
 """What the model asks of a backend.
 
 A backend does the work between the matrix products: attention over the block pool, the rotary embedding with the
-write into the pool, and the two elementwise operations that are worth fusing. Axes as in `engine.attention.batch`;
-H query heads, K key/value heads, D head dimension, E hidden size, F intermediate size.
+write into the pool, and the two elementwise operations that are worth fusing; and one product, the output head of
+bfloat16 models. Axes as in `engine.attention.batch`; H query heads, K key/value heads, D head dimension, E hidden
+size, F intermediate size, R rows whose logits are wanted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -45,7 +46,17 @@ class AttentionBackend(Protocol):
         eps: float,
         out_TE: torch.Tensor,
     ) -> None:
-        """Add x to the residual in place, if given; then out = residual / rms(residual) * weight."""
+        """Add x to the residual in place, if given; then out = residual / rms(residual) * weight.
+
+        The residual is float32 whatever the dtype of the others: it is what every layer adds to, and would be rounded
+        twice a layer.
+        """
 
     def silu_mul(self, gate_up_TX: torch.Tensor, out_TF: torch.Tensor) -> None:
         """out = silu(gate) * up, where gate_up_TX is [T, 2F]: gate, then up."""
+
+    def logits(self, x_RE: torch.Tensor, weight_VE: torch.Tensor, out_RV: torch.Tensor) -> None:
+        """out = x weight^T, summed and returned in float32, where x and weight are bfloat16.
+
+        bfloat16 numbers of about 20 are 1/8 apart: rounded, the largest logits would often tie.
+        """

@@ -17,6 +17,7 @@ from engine.attention.native_library import (
     FLOAT32,
     ISA_NAMES,
     AttentionStruct,
+    LogitsStruct,
     RmsNormStruct,
     RotaryWriteStruct,
     SiluMulStruct,
@@ -55,6 +56,7 @@ class NativeCpuBackend:
         self._rotary_write = RotaryWriteStruct()
         self._rms_norm = RmsNormStruct()
         self._silu_mul = SiluMulStruct()
+        self._logits = LogitsStruct()
 
     def rotary_write(
         self, qkv_TX: torch.Tensor, cos_sin_PD: torch.Tensor, layer_BKCSD: torch.Tensor, batch: AttentionBatch
@@ -103,7 +105,7 @@ class NativeCpuBackend:
         out_TE: torch.Tensor,
     ) -> None:
         args = self._rms_norm
-        assert residual_TE.is_contiguous() and out_TE.is_contiguous()
+        assert residual_TE.dtype == torch.float32 and residual_TE.is_contiguous() and out_TE.is_contiguous()
         assert x_TE is None or x_TE.is_contiguous()
         args.x = None if x_TE is None else x_TE.data_ptr()
         args.residual = residual_TE.data_ptr()
@@ -122,6 +124,17 @@ class NativeCpuBackend:
         args.num_tokens, args.size = out_TF.shape
         args.dtype = _DTYPES[out_TF.dtype]
         self._call(self._library.baton_silu_mul, args)
+
+    def logits(self, x_RE: torch.Tensor, weight_VE: torch.Tensor, out_RV: torch.Tensor) -> None:
+        args = self._logits
+        assert x_RE.dtype == weight_VE.dtype == torch.bfloat16 and out_RV.dtype == torch.float32
+        assert x_RE.is_contiguous() and weight_VE.is_contiguous() and out_RV.is_contiguous()
+        args.x = x_RE.data_ptr()
+        args.weight = weight_VE.data_ptr()
+        args.out = out_RV.data_ptr()
+        args.num_rows, args.size = x_RE.shape
+        args.vocab_size = len(weight_VE)
+        self._call(self._library.baton_logits, args)
 
     def _call(self, function: Any, args: ctypes.Structure) -> None:
         function(args, self._isa_index, self._num_threads)

@@ -85,11 +85,23 @@ class SiluMulStruct(ctypes.Structure):
     ]
 
 
+class LogitsStruct(ctypes.Structure):
+    _fields_ = [
+        ("x", c_void_p),
+        ("weight", c_void_p),
+        ("out", c_void_p),
+        ("num_rows", c_int32),
+        ("size", c_int32),
+        ("vocab_size", c_int32),
+    ]
+
+
 KERNEL_ARGUMENTS = {
     "baton_attention": AttentionStruct,
     "baton_rotary_write": RotaryWriteStruct,
     "baton_rms_norm": RmsNormStruct,
     "baton_silu_mul": SiluMulStruct,
+    "baton_logits": LogitsStruct,
 }
 
 

@@ -11,6 +11,9 @@ import torch
 
 from engine.attention.batch import AttentionBatch
 
+_LOGITS_PIECE = 4096
+"""Rows of the output head that are widened to float32 at a time: some 10 MB."""
+
 
 class TorchReferenceBackend:
     """Implements `AttentionBackend`."""
@@ -54,13 +57,18 @@ class TorchReferenceBackend:
     ) -> None:
         if x_TE is not None:
             residual_TE.add_(x_TE)
-        wide_TE = residual_TE.float()
-        inverse_T1 = torch.rsqrt(wide_TE.square().mean(dim=-1, keepdim=True) + eps)
-        out_TE.copy_(wide_TE * inverse_T1 * weight_E.float())
+        inverse_T1 = torch.rsqrt(residual_TE.square().mean(dim=-1, keepdim=True) + eps)
+        out_TE.copy_(residual_TE * inverse_T1 * weight_E.float())
 
     def silu_mul(self, gate_up_TX: torch.Tensor, out_TF: torch.Tensor) -> None:
         gate_TF, up_TF = gate_up_TX.float().chunk(2, dim=-1)
         out_TF.copy_(torch.nn.functional.silu(gate_TF) * up_TF)
+
+    def logits(self, x_RE: torch.Tensor, weight_VE: torch.Tensor, out_RV: torch.Tensor) -> None:
+        wide_RE = x_RE.float()
+        for begin in range(0, len(weight_VE), _LOGITS_PIECE):
+            piece = slice(begin, begin + _LOGITS_PIECE)
+            out_RV[:, piece] = wide_RE @ weight_VE[piece].float().T
 
 
 def _rotate(x_TYD: torch.Tensor, cos_sin_T1D: torch.Tensor) -> torch.Tensor:

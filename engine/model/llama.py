@@ -48,7 +48,9 @@ class LlamaModel:
         values.
         """
         activations = self._buffers.select(len(ids_T))
-        torch.index_select(self._weights.embedding_VE, 0, ids_T, out=activations.residual_TE)
+        # The first norm overwrites normed_TE: until then it is free to hold the embeddings before they are widened.
+        torch.index_select(self._weights.embedding_VE, 0, ids_T, out=activations.normed_TE)
+        activations.residual_TE.copy_(activations.normed_TE)
         x_TE: torch.Tensor | None = None
         for index in range(self.config.num_layers):
             last_needs_kv_only = index == self.config.num_layers - 1 and len(rows_R) == 0
@@ -89,21 +91,18 @@ class LlamaModel:
 
     def _logits(self, x_TE: torch.Tensor, residual_TE: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """Final norm and output head, for the wanted rows only."""
-        num_rows = len(rows_R)
-        normed_PE = torch.zeros(padded_num_rows(num_rows), self.config.hidden_size, dtype=residual_TE.dtype)
-        self._backend.rms_norm(
-            x_TE[rows_R],
-            residual_TE[rows_R],
-            self._weights.final_norm_E,
-            self.config.rms_norm_eps,
-            normed_PE[:num_rows],
-        )
-        return self._weights.head(normed_PE)[:num_rows].float()
+        x_RE, weights = x_TE[rows_R], self._weights
+        normed_RE = torch.empty_like(x_RE)
+        self._backend.rms_norm(x_RE, residual_TE[rows_R], weights.final_norm_E, self.config.rms_norm_eps, normed_RE)
+        return weights.head(normed_RE, self._backend)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Activations:
-    """Views of the buffers for one step: the step's own rows (T), and with them the padding (P)."""
+    """Views of the buffers for one step: the step's own rows (T), and with them the padding (P).
+
+    The residual is float32, the others are of the model's dtype.
+    """
 
     residual_TE: torch.Tensor
     normed_TE: torch.Tensor
@@ -134,7 +133,8 @@ class _Buffers:
         if num_padded > self._num_rows:
             self._num_rows = max(num_padded, 2 * self._num_rows)
             self._buffers = {
-                name: torch.zeros(self._num_rows, width, dtype=self._dtype) for name, width in self._widths.items()
+                name: torch.zeros(self._num_rows, width, dtype=torch.float32 if name == "residual" else self._dtype)
+                for name, width in self._widths.items()
             }
         buffers = self._buffers
         return _Activations(

@@ -14,6 +14,7 @@ import torch
 
 from engine.attention.kv_cache import TORCH_DTYPES
 from engine.model.config import DtypeName, ModelConfig
+from engine.model.head import OutputHead
 from engine.model.linear import Linear
 from engine.model.safetensors_file import Checkpoint
 
@@ -40,7 +41,7 @@ class ModelWeights:
     embedding_VE: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm_E: torch.Tensor
-    head: Linear
+    head: OutputHead
 
 
 def load_weights(
@@ -74,9 +75,9 @@ class _Loader:
         layers = tuple(self._layer(f"model.layers.{index}") for index in range(config.num_layers))
         final_norm_E = self._tensor("model.norm.weight", config.hidden_size)
         if config.tie_word_embeddings:
-            head = Linear(embedding_VE)
+            head = OutputHead(embedding_VE)
         else:
-            head = self._linear(["lm_head.weight"], [config.vocab_size], config.hidden_size)
+            head = OutputHead(self._tensor("lm_head.weight", config.vocab_size, config.hidden_size))
         return ModelWeights(embedding_VE=embedding_VE, layers=layers, final_norm_E=final_norm_E, head=head)
 
     def _layer(self, prefix: str) -> LayerWeights:

@@ -21,8 +21,8 @@ BLOCK_SIZE = 16
 CHUNK = 256
 BATCH = 6
 MIN_AGREEMENT = 0.99
-NEAR_TIE = 0.25
-"""Difference of two logits of about 20 that 8 bits of mantissa can turn round."""
+NEAR_TIE = 0.2
+"""Difference of two logits of about 20 that rounded activations, of 8 bits, can turn round; 0.12 is the largest seen."""
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from engine.model.config import ModelConfig, model_fingerprint
 from engine.runner import Runner
 from tests.support.engine_model import GreedyLoop, make_step, real_model_dir, reference
 
-# A margin that bfloat16 can flip: it keeps 8 bits of logits of about 20.
+# A margin between logits of about 20 that bfloat16 can flip: it keeps 8 bits of every activation.
 NEAR_TIE = 0.25
 EXACT_LENGTHS = {1, 2, 15, 16, 17, 31, 32, 33, 64, 255, 256, 257, 512, 2048}
 

@@ -191,7 +191,8 @@ def test_rotary_write_matches_reference(isa: str, dtype: DtypeName, shape: tuple
 @pytest.mark.parametrize("with_sum", [True, False])
 def test_rms_norm_matches_reference(isa: str, dtype: DtypeName, size: int, with_sum: bool) -> None:
     generator = torch.Generator().manual_seed(9)
-    x, residual = (torch.randn(70, size, generator=generator).to(TORCH_DTYPES[dtype]) for _ in range(2))
+    x, residual = (torch.randn(70, size, generator=generator) for _ in range(2))
+    x = x.to(TORCH_DTYPES[dtype])
     weight = torch.rand(size, generator=generator).to(TORCH_DTYPES[dtype])
     residual_reference = residual.clone()
     found, expected = torch.empty_like(x), torch.empty_like(x)
@@ -213,6 +214,60 @@ def test_silu_mul_matches_reference(isa: str, dtype: DtypeName, size: int) -> No
     NativeCpuBackend(2, isa).silu_mul(gate_up, found)
     tolerance = 1e-5 if dtype == "float32" else 2e-2
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("size", [1, 7, 32, 33, 63, 100, 576])
+def test_logits_match_reference(isa: str, size: int) -> None:
+    """Every remainder of the tiles: of rows, of columns, and of a thread's share of the vocabulary."""
+    generator = torch.Generator().manual_seed(11)
+    for num_rows, vocab_size in [(1, 1), (1, 17), (2, 15), (3, 16), (4, 31), (5, 257), (7, 100), (8, 530), (23, 19)]:
+        x = torch.randn(num_rows, size, generator=generator).bfloat16()
+        weight = torch.randn(vocab_size, size, generator=generator).bfloat16()
+        expected = torch.empty(num_rows, vocab_size)
+        REFERENCE.logits(x, weight, expected)
+        for num_threads in (1, 3):
+            found = torch.full_like(expected, float("nan"))
+            NativeCpuBackend(num_threads, isa).logits(x, weight, found)
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_logits_read_and_write_nothing_beyond_their_arrays(isa: str) -> None:
+    generator = torch.Generator().manual_seed(12)
+    num_rows, vocab_size, size = 5, 21, 45
+    x, weight = (torch.full((rows + 2, size), float("nan")).bfloat16() for rows in (num_rows, vocab_size))
+    x[1:-1] = torch.randn(num_rows, size, generator=generator)
+    weight[1:-1] = torch.randn(vocab_size, size, generator=generator)
+    out = torch.full((num_rows + 2, vocab_size), 7.0)
+    NativeCpuBackend(1, isa).logits(x[1:-1], weight[1:-1], out[1:-1])
+    torch.testing.assert_close(out[1:-1], x[1:-1].float() @ weight[1:-1].float().T, atol=1e-4, rtol=1e-5)
+    assert bool((out[0] == 7.0).all() and (out[-1] == 7.0).all())
+
+
+def test_logits_of_a_row_that_is_not_finite_touch_no_other(isa: str) -> None:
+    generator = torch.Generator().manual_seed(13)
+    x = torch.randn(6, 70, generator=generator).bfloat16()
+    weight = torch.randn(40, 70, generator=generator).bfloat16()
+    found, expected = torch.empty(6, 40), torch.empty(6, 40)
+    backend = NativeCpuBackend(1, isa)
+    backend.logits(x, weight, expected)
+    x[2, 69], x[4, 0] = float("nan"), float("inf")
+    backend.logits(x, weight, found)
+    assert found[2].isnan().all() and not found[4].isfinite().any()
+    whole = [0, 1, 3, 5]
+    assert torch.equal(found[whole], expected[whole])
+
+
+def test_logits_do_not_depend_on_the_batch(isa: str) -> None:
+    """Each row alone gives the same bits as all of them together."""
+    generator = torch.Generator().manual_seed(14)
+    x = torch.randn(11, 100, generator=generator).bfloat16()
+    weight = torch.randn(50, 100, generator=generator).bfloat16()
+    backend = NativeCpuBackend(1, isa)
+    together, alone = torch.empty(11, 50), torch.empty(1, 50)
+    backend.logits(x, weight, together)
+    for row in range(len(x)):
+        backend.logits(x[row : row + 1], weight, alone)
+        assert torch.equal(alone[0], together[row])
 
 
 def test_unknown_isa_and_threads_are_refused(isa: str) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.attention.torch_reference import TorchReferenceBackend
 from engine.model.config import ModelConfig
+from engine.model.head import OutputHead
 from engine.model.safetensors_file import Checkpoint, ModelWeightsError
 from engine.model.weights import load_weights
 from tests.support.engine_model import TINY_CONFIG, random_tensors, write_safetensors, write_tiny_model
@@ -37,14 +39,25 @@ def test_fuses_projections(tmp_path: Path) -> None:
     expected = torch.cat([x @ tensors[f"model.layers.2.mlp.{name}_proj.weight"].T for name in ("gate", "up")], dim=1)
     torch.testing.assert_close(weights.layers[2].gate_up(x), expected, atol=1e-4, rtol=1e-4)
     expected = x @ tensors["model.embed_tokens.weight"].T
-    torch.testing.assert_close(weights.head(x), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(weights.head(x, TorchReferenceBackend()), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_untied_head_is_read(tmp_path: Path) -> None:
     config = write_tiny_model(tmp_path, tie_word_embeddings=False)
     x = torch.randn(2, config.hidden_size, generator=torch.Generator().manual_seed(1))
     expected = x @ random_tensors(config)["lm_head.weight"].T
-    torch.testing.assert_close(load_weights(tmp_path, config, "float32").head(x), expected, atol=1e-4, rtol=1e-4)
+    head = load_weights(tmp_path, config, "float32").head
+    torch.testing.assert_close(head(x, TorchReferenceBackend()), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_head_gives_float32_for_any_number_of_rows(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(5000, 24, generator=generator).to(dtype)
+    head = OutputHead(weight)
+    for num_rows in (1, 2, 9, 33):
+        x = torch.randn(num_rows, 24, generator=generator).to(dtype)
+        torch.testing.assert_close(head(x, TorchReferenceBackend()), x.float() @ weight.float().T, atol=1e-4, rtol=1e-4)
 
 
 def test_shards_equal_the_single_file(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@
 namespace baton {
 namespace {
 
-constexpr int TOKENS_PER_ITEM = 32;  // of the elementwise kernels: a few microseconds of work
+constexpr int TOKENS_PER_ITEM = 32;    // of the elementwise kernels: a few microseconds of work
+constexpr int LOGITS_PER_ITEM = 256;  // of each row: some ten microseconds of reading weights
 
 const KernelTable& table_of(int32_t isa) {
   switch (isa) {
@@ -21,20 +22,22 @@ const KernelTable& table_of(int32_t isa) {
   }
 }
 
+// Calls kernel(args, begin, end) for pieces of 0 .. size - 1.
 template <class Args>
-void split_tokens(const Args& args, void (*kernel)(const Args&, int32_t, int32_t), int32_t num_tokens,
-                  int32_t num_threads) {
+void split(const Args& args, void (*kernel)(const Args&, int32_t, int32_t), int32_t size, int32_t size_per_item,
+           int32_t num_threads) {
   struct Context {
     const Args& args;
     void (*kernel)(const Args&, int32_t, int32_t);
-    int32_t num_tokens;
-  } context{args, kernel, num_tokens};
-  const int64_t num_items = (num_tokens + TOKENS_PER_ITEM - 1) / TOKENS_PER_ITEM;
+    int32_t size;
+    int32_t size_per_item;
+  } context{args, kernel, size, size_per_item};
+  const int64_t num_items = (size + size_per_item - 1) / size_per_item;
   parallel_for(num_items, num_threads, [](void* opaque, int64_t item) {
     const Context& c = *static_cast<Context*>(opaque);
-    const int32_t begin = (int32_t)item * TOKENS_PER_ITEM;
-    const int32_t end = begin + TOKENS_PER_ITEM;
-    c.kernel(c.args, begin, end < c.num_tokens ? end : c.num_tokens);
+    const int32_t begin = (int32_t)item * c.size_per_item;
+    const int32_t end = begin + c.size_per_item;
+    c.kernel(c.args, begin, end < c.size ? end : c.size);
   }, &context);
 }
 
@@ -92,15 +95,19 @@ void baton_attention(const BatonAttention* args, int32_t isa, int32_t num_thread
 }
 
 void baton_rotary_write(const BatonRotaryWrite* args, int32_t isa, int32_t num_threads) {
-  baton::split_tokens(*args, baton::table_of(isa).rotary_write, args->num_tokens, num_threads);
+  baton::split(*args, baton::table_of(isa).rotary_write, args->num_tokens, baton::TOKENS_PER_ITEM, num_threads);
 }
 
 void baton_rms_norm(const BatonRmsNorm* args, int32_t isa, int32_t num_threads) {
-  baton::split_tokens(*args, baton::table_of(isa).rms_norm, args->num_tokens, num_threads);
+  baton::split(*args, baton::table_of(isa).rms_norm, args->num_tokens, baton::TOKENS_PER_ITEM, num_threads);
 }
 
 void baton_silu_mul(const BatonSiluMul* args, int32_t isa, int32_t num_threads) {
-  baton::split_tokens(*args, baton::table_of(isa).silu_mul, args->num_tokens, num_threads);
+  baton::split(*args, baton::table_of(isa).silu_mul, args->num_tokens, baton::TOKENS_PER_ITEM, num_threads);
+}
+
+void baton_logits(const BatonLogits* args, int32_t isa, int32_t num_threads) {
+  baton::split(*args, baton::table_of(isa).logits, args->vocab_size, baton::LOGITS_PER_ITEM, num_threads);
 }
 
 }  // extern "C"

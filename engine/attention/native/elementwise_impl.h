@@ -1,5 +1,5 @@
 // Rotary embedding with the write to the block pool, RMS norm with the residual sum, and SiLU with the gate's product.
-// All compute in float32 and round once, at the end.
+// All compute in float32 and round once, at the end. The residual is never rounded: it is float32 in every dtype.
 //
 // Included inside `namespace baton::BATON_ISA_NAMESPACE { namespace {`, after simd.h.
 
@@ -51,15 +51,15 @@ static void rms_norm_rows(const BatonRmsNorm& args, int32_t begin, int32_t end) 
   const int size = args.size;
   const T* weight = static_cast<const T*>(args.weight);
   for (int32_t row = begin; row < end; ++row) {
-    T* residual = static_cast<T*>(args.residual) + (size_t)row * size;
+    float* residual = args.residual + (size_t)row * size;
     const T* x = args.x ? static_cast<const T*>(args.x) + (size_t)row * size : nullptr;
     T* out = static_cast<T*>(args.out) + (size_t)row * size;
     vf squares = zero();
     for (int at = 0; at < size; at += W) {
       vf value = load_up_to(residual + at, size - at);
       if (x) {
-        store_up_to(residual + at, value + load_up_to(x + at, size - at), size - at);
-        value = load_up_to(residual + at, size - at);  // as rounded: what the next layer adds to
+        value += load_up_to(x + at, size - at);
+        store_up_to(residual + at, value, size - at);
       }
       squares += value * value;
     }

@@ -25,6 +25,8 @@ struct KernelTable {
   void (*rotary_write)(const BatonRotaryWrite& args, int32_t begin, int32_t end);
   void (*rms_norm)(const BatonRmsNorm& args, int32_t begin, int32_t end);
   void (*silu_mul)(const BatonSiluMul& args, int32_t begin, int32_t end);
+  // Columns [begin, end) of the output: of the vocabulary, not of the rows.
+  void (*logits)(const BatonLogits& args, int32_t begin, int32_t end);
 };
 
 #ifdef BATON_HAVE_X86

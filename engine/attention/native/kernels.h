@@ -63,10 +63,11 @@ struct BatonRotaryWrite {
   int32_t num_heads;
 };
 
-// residual [T, size] += x [T, size] where x is given; then out = residual / rms(residual) * weight.
+// residual [T, size] += x [T, size] where x is given; then out = residual / rms(residual) * weight. The residual is
+// float32, the others are of `dtype`.
 struct BatonRmsNorm {
   const void* x;
-  void* residual;
+  float* residual;
   const void* weight;
   void* out;
   int32_t num_tokens;
@@ -84,6 +85,17 @@ struct BatonSiluMul {
   int32_t dtype;
 };
 
+// out [N, vocab_size] = x weight^T, float32 from bfloat16. The sum of each output is taken in one order: its bits do not
+// depend on the other rows.
+struct BatonLogits {
+  const void* x;       // [N, size]
+  const void* weight;  // [vocab_size, size]
+  float* out;
+  int32_t num_rows;
+  int32_t size;
+  int32_t vocab_size;
+};
+
 // 1 if this build has kernels for `isa` and this machine can run them.
 BATON_EXPORT int32_t baton_isa_supported(int32_t isa);
 
@@ -92,6 +104,7 @@ BATON_EXPORT void baton_attention(const BatonAttention* args, int32_t isa, int32
 BATON_EXPORT void baton_rotary_write(const BatonRotaryWrite* args, int32_t isa, int32_t num_threads);
 BATON_EXPORT void baton_rms_norm(const BatonRmsNorm* args, int32_t isa, int32_t num_threads);
 BATON_EXPORT void baton_silu_mul(const BatonSiluMul* args, int32_t isa, int32_t num_threads);
+BATON_EXPORT void baton_logits(const BatonLogits* args, int32_t isa, int32_t num_threads);
 
 }  // extern "C"
 

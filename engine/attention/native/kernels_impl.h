@@ -16,12 +16,13 @@ namespace {
 //
 #include "attention_impl.h"
 #include "elementwise_impl.h"
+#include "logits_impl.h"
 
 }  // namespace
 
 extern const KernelTable table;
 const KernelTable table = {attention_scratch_size_bytes, attention_tile_tokens, attention_tile, rotary_write, rms_norm,
-                           silu_mul};
+                           silu_mul, logits};
 
 }  // namespace BATON_ISA_NAMESPACE
 }  // namespace baton
