@@ -130,10 +130,6 @@ class Client:
             raise CommandError("the answer ended without its last message", FAILED)
         return answer
 
-    def model_info(self) -> inference_pb2.GetModelInfoResponse:
-        with self._admin_errors():
-            return self._inference.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=ADMIN_TIMEOUT_S)
-
     def status(self) -> admin_pb2.GetStatusResponse:
         with self._admin_errors():
             return self._admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=ADMIN_TIMEOUT_S)

@@ -15,7 +15,7 @@ from cluster.core.ids import Role
 VERSION: Final = 1
 MODEL_PRESETS: Final = ("smollm2-135m-instruct",)
 DTYPES: Final = ("float32", "bfloat16")
-TRANSPORTS: Final = ("auto", "shm", "loopback")
+TRANSPORTS: Final = ("auto", "shm")
 CHECKSUMS: Final = ("full", "off")
 
 MAX_POOLS: Final = 64
@@ -132,11 +132,6 @@ class ClusterConfig:
     def pool(self, name: str) -> PoolConfig | None:
         """The pool of that name, None if there is none."""
         return next((pool for pool in self.pools if pool.name == name), None)
-
-    @property
-    def has_prefill_pool(self) -> bool:
-        """Whether prompts are read by workers of their own; otherwise every request runs in one decode worker."""
-        return any(pool.role is Role.PREFILL for pool in self.pools)
 
 
 def parse_cluster_config(data: object, source: str, locate: Locate) -> ClusterConfig:

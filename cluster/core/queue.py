@@ -39,10 +39,6 @@ class RequestQueue:
         return request_id in self._entries
 
     @property
-    def is_full(self) -> bool:
-        return len(self._entries) >= self.limit
-
-    @property
     def num_tokens(self) -> int:
         """Prompt tokens of all that wait."""
         return self._num_tokens
@@ -66,9 +62,6 @@ class RequestQueue:
         if len(self._heap) > _STALE_SHARE * len(self._entries) + _MIN_COMPACTED:
             self._heap = list(self._entries.values())
             heapq.heapify(self._heap)
-
-    def request_ids(self) -> tuple[str, ...]:
-        return tuple(self._entries)
 
     def check_invariants(self) -> None:
         assert self._num_tokens == sum(entry.num_tokens for entry in self._entries.values())

@@ -50,14 +50,6 @@ class Driver:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what the state machine raised: a bug, after which its state cannot be trusted."""
 
-    @property
-    def num_bodies(self) -> int:
-        return len(self._bodies)
-
-    @property
-    def num_fronts(self) -> int:
-        return len(self._fronts)
-
     def now_ns(self) -> int:
         return self._clock_ns()
 

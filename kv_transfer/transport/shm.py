@@ -212,11 +212,6 @@ class ShmTransport:
 
     # ---- beyond the contract ---------------------------------------------------------------------------------
 
-    @property
-    def bandwidth_bytes_per_s(self) -> float | None:
-        """Of all copies so far, while copying; None before the first."""
-        return self._copier.copied_bytes / self._copier.copy_ns * 1e9 if self._copier.copy_ns else None
-
     def stop_writing(self, peer: PeerId) -> None:
         """From the return on, nothing of ours lands in that peer's pool. For the fence within one process."""
         link = self._outbound.get(peer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -49,8 +48,6 @@ class Copier:
     """One daemon thread. `wake_fd` (an eventfd) is written when a job has ended; `take_ended` hands them out."""
 
     def __init__(self, source: Memory, wake_fd: int) -> None:
-        self.copied_bytes = 0
-        self.copy_ns = 0
         self._source = source
         self._wake_fd = wake_fd
         self._jobs: deque[CopyJob] = deque()
@@ -97,10 +94,7 @@ class Copier:
             elif job.region.memory is None:
                 job.failure = "the connection has ended"
             else:
-                started_ns = time.perf_counter_ns()
                 job.sums = copy_ranges(job.region.memory, self._source, job.copies, checksum=job.checksum)
-                self.copy_ns += time.perf_counter_ns() - started_ns
-                self.copied_bytes += int(job.copies[:, 2].sum())
 
 
 def copy_ranges(target: Memory, source: Memory, copies: npt.NDArray[np.uint64], *, checksum: bool) -> list[int]:

@@ -45,7 +45,7 @@ def test_minimal_file_takes_defaults() -> None:
     assert config.model.preset == "smollm2-135m-instruct" and config.model.path is None
     assert [pool.role for pool in config.pools] == [Role.PREFILL, Role.DECODE]
     assert config.pools[0].kv_bytes == DEFAULT_KV_BYTES and config.pools[0].kv_blocks is None
-    assert config.kv.block_size == 16 and config.has_prefill_pool
+    assert config.kv.block_size == 16
     assert config.pool("decode") is config.pools[1] and config.pool("absent") is None
 
 
@@ -88,7 +88,6 @@ def test_every_option_is_read() -> None:
     assert config.kv.block_size == 32 and (config.transport.kind, config.transport.checksum) == ("shm", "off")
     assert (config.front.host, config.front.port, config.front.replicas) == ("0.0.0.0", 0, 2)
     assert config.coordinator.queue_timeout_s == 1.0 and config.coordinator.max_attempts == 4
-    assert not config.has_prefill_pool
 
 
 @pytest.mark.parametrize(
