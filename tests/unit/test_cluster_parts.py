@@ -28,9 +28,9 @@ def test_queue_goes_by_priority_then_rank() -> None:
     queue = RequestQueue(limit=3)
     for rank, (request_id, priority) in enumerate([("a", 0), ("b", 1), ("c", 1), ("d", -1)]):
         queue.push(request_id, priority=priority, rank=rank, num_tokens=10)
-    assert queue.is_full and len(queue) == 4 and queue.num_tokens == 40 and "a" in queue
+    assert len(queue) == 4 > queue.limit and queue.num_tokens == 40 and "a" in queue
     assert _drain(queue) == ["b", "c", "a", "d"]
-    assert queue.num_tokens == 0 and not queue.is_full and "a" not in queue
+    assert queue.num_tokens == 0 and len(queue) == 0 and "a" not in queue
 
 
 def test_queue_takes_back_by_rank_what_was_in_it_before() -> None:
