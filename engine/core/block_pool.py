@@ -1,6 +1,6 @@
 """The pool of KV blocks: who holds which block, and which one may be given out next.
 
-Every block has exactly one state (DESIGN, KV ownership):
+Every block has exactly one state (ARCHITECTURE.md §5):
 
     free ---------- allocate ---------> active ---- release, indexed ----> cached
      ^  ^                               |  ^  ^                            |  |

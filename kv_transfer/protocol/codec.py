@@ -48,7 +48,6 @@ _ROUND = struct.Struct("<H")
 _NUMBER = struct.Struct("<I")
 _RENEW = struct.Struct("<Q?")
 _LEASE = struct.Struct("<Q")
-CHECKSUM_SIZE_BYTES = 8
 
 
 class MalformedMessageError(Exception):

@@ -1,6 +1,6 @@
 """The receiver's half of a push: watches over reserved blocks until they are committed or nothing can land in them.
 
-Rules (DESIGN §5, §7):
+Rules (ARCHITECTURE.md §5, §7):
 * Only PushEnd of the current round leads to a commit, after every chunk it counts has arrived and proved good. The
   sender sends it with no write in flight and writes again only when asked, so nothing lands after the commit.
 * Blocks of a push that ends otherwise are quarantined. They are released when the sender has acknowledged that it
@@ -46,7 +46,10 @@ class PushReceiver:
     an owner of both halves may give every message to both.
     """
 
-    def __init__(self, limits: PushLimits) -> None:
+    def __init__(self, limits: PushLimits, checksum: bool) -> None:
+        """`checksum`: whether every block is to be verified; a chunk that comes without its sums then counts as lost,
+        so that nothing is taken over unverified because a message was cut or a sender does not sum."""
+        self.checksum = checksum
         self.num_ignored_messages = 0
         self._limits = limits
         self._pushes: dict[PushKey, IncomingPush] = {}
@@ -279,6 +282,9 @@ class PushReceiver:
         violation = push.violation(message)
         if violation is not None:
             return self._give_up(now_ns, push, violation)
+        if self.checksum and not message.checksums:
+            self.num_ignored_messages += 1
+            return []
         if not push.is_news(message):
             return []
         state = ChunkState.VERIFYING if message.checksums else ChunkState.GOOD

@@ -1,6 +1,6 @@
 """The sender's half of a push: writes an attempt's blocks into a receiver's reserved ones and hands them over.
 
-Rules (DESIGN §5, §7):
+Rules (ARCHITECTURE.md §5, §7):
 * Nothing is written without a live lease. The lease counts from before the sender asked for its renewal, so it ends
   here no later than at the receiver. Expiry stops posting; the source blocks are let go once own writes have ended.
 * PushEnd goes out only while no write of the push is in flight and is repeated, boundedly, until the receiver

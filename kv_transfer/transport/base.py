@@ -1,4 +1,4 @@
-"""The one-sided transport every backend implements (DESIGN: transfer).
+"""The one-sided transport every backend implements (ARCHITECTURE.md §7).
 
 A transport belongs to one worker life. It registers one memory region (the KV pool), describes itself in an
 opaque endpoint that peers connect to, writes byte ranges from its own region into a peer's, and delivers small
