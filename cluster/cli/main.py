@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli.errors import EXIT_CODES, NOT_FOUND, fail, reports_errors
+from cluster.core.config import MODEL_PRESETS
 from cluster.live.environment import Environment, read_environment
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -38,7 +39,7 @@ AddressOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-PRESETS = "smollm2-135m-instruct"
+PRESETS = ", ".join(MODEL_PRESETS)
 
 
 @app.callback()
@@ -232,7 +233,7 @@ def demo() -> None:
 @model_app.command("import", short_help="Convert the small demo model.", epilog=EXIT_CODES)
 @reports_errors
 def model_import(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help=f"One of: {PRESETS}.")] = PRESETS,
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help=f"One of: {PRESETS}.")] = MODEL_PRESETS[0],
     to: Annotated[
         Path | None,
         typer.Option("--to", metavar="DIR", help="The folder to put it in. Default: the cache."),
@@ -249,7 +250,7 @@ def model_import(
     """
     from cluster.cli.models import import_model
 
-    if name != PRESETS:
+    if name not in MODEL_PRESETS:
         fail(f"no model {name!r} can be imported; there is: {PRESETS}", NOT_FOUND)
     print(import_model(to or _environment().models_dir))
 

@@ -13,7 +13,7 @@ import grpc
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from cluster.cli.errors import FAILED, INVALID, NOT_FOUND, TRY_LATER, CommandError
 from cluster.live.reachability import split_address
-from cluster.wire.channels import make_sync_channel
+from cluster.wire.channels import RETRY_AFTER_TRAILER, make_sync_channel
 from cluster.wire.codec import outcome_from_wire
 
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -36,7 +36,6 @@ _OUTCOMES: Final = {
     grpc.StatusCode.ABORTED: "worker_lost",
     grpc.StatusCode.INTERNAL: "internal",
 }
-RETRY_AFTER_TRAILER: Final = "baton-retry-after-ms"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -21,21 +21,22 @@ from cluster.core.errors import (
     status_of,
 )
 from cluster.core.ids import Outcome
+from cluster.core.limits import NS_PER_S
 from cluster.front.client_output import ClientOutput
 from cluster.front.output_text import OutputText
 from cluster.front.request_effects import End
-from cluster.front.request_spec import NS_PER_S, RequestSpec
+from cluster.front.request_spec import RequestSpec
 from cluster.front.request_timeline import RequestReport
 from cluster.front.sessions import Sessions
 from cluster.front.settings import ServedModel
 from cluster.front.validate import CheckedRequest, check_request
 from cluster.front.wire_input import read_generate, reader
+from cluster.wire.channels import RETRY_AFTER_TRAILER
 from cluster.wire.codec import outcome_to_wire
 from engine.core.request import RequestBody
 from engine.core.sampling import SEED_LIMIT
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-RETRY_AFTER_TRAILER = "baton-retry-after-ms"
 
 MAX_OPEN_REQUESTS = 8192
 MAX_DETAILS_CHARACTERS = 1024

@@ -22,6 +22,7 @@ from enum import Enum
 from typing import assert_never
 
 from cluster.core.ids import AttemptId, Outcome, WorkerId
+from cluster.core.limits import NS_PER_MS, NS_PER_S
 from cluster.core.messages import (
     AttemptFailed,
     CancelRequest,
@@ -52,8 +53,8 @@ from cluster.front.request_events import (
     WorkerStreamLost,
     WorkerStreamRestored,
 )
-from cluster.front.request_spec import NS_PER_S, RequestLimits, RequestSpec
-from cluster.front.request_timeline import NS_PER_MS, TimelineRecorder
+from cluster.front.request_spec import RequestLimits, RequestSpec
+from cluster.front.request_timeline import TimelineRecorder
 
 
 class Phase(Enum):

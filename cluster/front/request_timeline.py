@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from cluster.core.limits import NS_PER_MS
 from cluster.core.messages import LegTimeline, Placed
-
-NS_PER_MS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from cluster.core.errors import DuplicateRequestError
 from cluster.core.ids import FrontId, Outcome, WorkerId
+from cluster.core.limits import NS_PER_S
 from cluster.core.messages import (
     CancelRequest,
     EndRequest,
@@ -26,8 +27,6 @@ from cluster.front.output_text import OutputText
 from cluster.front.request import FrontRequest
 from cluster.front.request_spec import RequestLimits, RequestSpec
 from cluster.front.worker_streams import WorkerStreams
-
-NS_PER_S = 1_000_000_000
 
 logger = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton.v1 import admin_pb2
 from cluster.core.config import ClusterConfig
+from cluster.core.limits import NS_PER_S
 from cluster.core.messages import BlockCounts
 from cluster.core.views import ClusterView, LeaseView, PoolView, WorkerView
 
@@ -17,7 +18,7 @@ def status_response(config: ClusterConfig, view: ClusterView, uptime_ns: int) ->
         num_queued=view.num_queued,
         num_running=view.num_running,
         num_fronts=len(view.fronts),
-        uptime_s=uptime_ns / 1e9,
+        uptime_s=uptime_ns / NS_PER_S,
     )
 
 

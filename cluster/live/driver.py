@@ -15,6 +15,7 @@ from collections.abc import Callable
 from baton.v1 import control_pb2
 from cluster.core import effects, events
 from cluster.core.ids import FrontId, WorkerId
+from cluster.core.limits import NS_PER_S
 from cluster.core.messages import FrontMessage, Resubmit, Submit, WorkerMessage, WorkerRefused
 from cluster.core.state import ClusterState
 from cluster.live.outgoing import OutgoingStream
@@ -161,7 +162,7 @@ class Driver:
             self._timer = None
         deadline_ns = self.state.next_deadline_ns()
         if deadline_ns is not None:
-            delay_s = max(0.0, (deadline_ns - self._clock_ns()) / 1e9)
+            delay_s = max(0.0, (deadline_ns - self._clock_ns()) / NS_PER_S)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def _tick(self) -> None:

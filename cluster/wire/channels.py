@@ -1,4 +1,4 @@
-"""The one place where gRPC channels and servers are made: limits and keepalive for all of them."""
+"""The one place where gRPC channels and servers are made: limits, keepalive and trailers for all of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ MESSAGE_LIMIT_BYTES = 16 * 2**20
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 LOOPBACK = "127.0.0.1"
+RETRY_AFTER_TRAILER = "baton-retry-after-ms"
+"""Trailer of a refused call: in how many milliseconds to try again."""
 
 _COMMON: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),
