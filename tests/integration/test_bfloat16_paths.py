@@ -22,7 +22,7 @@ CHUNK = 256
 BATCH = 6
 MIN_AGREEMENT = 0.99
 NEAR_TIE = 0.2
-"""Difference of two logits of about 20 that rounded activations, of 8 bits, can turn round; 0.12 is the largest seen."""
+"""Difference of two logits of about 20 that activations of 8 bits can turn round; the largest seen is 0.12."""
 
 
 @pytest.fixture(scope="module")
