@@ -145,6 +145,11 @@ class LegControl:
             leg = self._add_leg(now_ns, command.attempt, LegKind.LOCAL, Phase.RUNNING, body)
             self._start(now_ns, leg, SequenceMode.LOCAL)
 
+    def refuse(self, attempt: AttemptId, outcome: Outcome, reason: str) -> None:
+        """The attempt cannot start here: it has failed, and nothing of it is held that has to be waited for."""
+        self._messages.append(LegFailed(attempt=attempt, outcome=outcome, reason=reason, retryable=True))
+        self._messages.append(LegReleased(attempt=attempt))
+
     def cancel(self, now_ns: int, attempt: AttemptId, reason: str) -> None:
         """Stops the leg in whatever phase it is; LegReleased follows once nothing is held, for an unknown one now."""
         leg = self._legs.get(attempt)
@@ -281,7 +286,7 @@ class LegControl:
             outcome, reason = Outcome.REJECTED_OVERLOAD, f"{len(self._legs)} attempts are here, which is the limit"
         else:
             return True
-        self._messages.append(LegFailed(attempt=attempt, outcome=outcome, reason=reason, retryable=True))
+        self.refuse(attempt, outcome, reason)
         return False
 
     def _reserve_refusal(self, command: Reserve, body: RequestBody) -> str | None:

@@ -24,7 +24,6 @@ from cluster.core.messages import (
     CancelLeg,
     CommandBody,
     Heartbeat,
-    LegFailed,
     PeerLost,
     Prefill,
     Reserve,
@@ -239,8 +238,7 @@ class WorkerState:
         if isinstance(command, Reserve):
             self._reports.append(ReserveRefused(attempt=command.attempt, reason=reason))
         else:
-            failed = LegFailed(attempt=command.attempt, outcome=Outcome.INTERNAL, reason=reason, retryable=True)
-            self._reports.append(failed)
+            self._control.refuse(command.attempt, Outcome.INTERNAL, reason)
 
     def _on_step_failed(self, now_ns: int, reason: str) -> None:
         self._control.step_failed(now_ns, self._stepper.failed(), reason)

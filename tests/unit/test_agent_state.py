@@ -219,8 +219,7 @@ def test_cancel_of_an_unknown_attempt_is_answered_and_forbids_it() -> None:
     world.decode.command(CancelLeg(attempt=attempt, reason="toy"))
     assert world.messages[-1] == (world.decode.worker, LegReleased(attempt=attempt))
     world.decode.command(RunLocal(attempt=attempt), body())
-    _, message = world.messages[-1]
-    assert isinstance(message, LegFailed) and message.outcome is Outcome.CANCELLED
+    assert assert_failed_and_released(world, attempt).outcome is Outcome.CANCELLED
     world.check_nothing_left()
 
 
@@ -381,7 +380,7 @@ def test_command_without_its_body_fails_that_attempt_alone() -> None:
     attempt = AttemptId("r", 1)
     world.requests[attempt] = Request(attempt=attempt, body=body())
     world.decode.command(RunLocal(attempt=attempt))
-    assert isinstance(world.messages[-1][1], LegFailed)
+    assert_failed_and_released(world, attempt)
 
 
 def test_work_that_the_role_does_not_take_is_refused() -> None:
@@ -389,9 +388,27 @@ def test_work_that_the_role_does_not_take_is_refused() -> None:
     attempt = AttemptId("r", 1)
     world.requests[attempt] = Request(attempt=attempt, body=body())
     world.decode.command(RunLocal(attempt=attempt), body())
-    failed = world.messages[-1][1]
-    assert isinstance(failed, LegFailed) and "takes no RunLocal" in failed.reason
+    failed = assert_failed_and_released(world, attempt)
+    assert "takes no RunLocal" in failed.reason
     assert world.decode.state.num_legs() == 0 and world.decode.plan is None
+
+
+def test_one_attempt_too_many_is_refused_and_nothing_of_it_is_waited_for() -> None:
+    world = World(limits=AgentLimits(max_legs=1))
+    first = world.submit("r1", body(), local=True)
+    second = AttemptId("r2", 1)
+    world.requests[second] = Request(attempt=second, body=body())
+    world.decode.command(RunLocal(attempt=second), body())
+    assert assert_failed_and_released(world, second).outcome is Outcome.REJECTED_OVERLOAD
+    finish(world, first)
+
+
+def assert_failed_and_released(world: World, attempt: AttemptId) -> LegFailed:
+    """A worker that says only the first would be given up for not releasing what it never held."""
+    (_, failed), (_, released) = world.messages[-2:]
+    assert isinstance(failed, LegFailed) and failed.attempt == attempt
+    assert released == LegReleased(attempt=attempt)
+    return failed
 
 
 # ---- the coordinator ---------------------------------------------------------------------------------------------
