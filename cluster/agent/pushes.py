@@ -75,7 +75,7 @@ class Pushes:
     def __init__(self, pool: BlockPool, limits: PushLimits, *, checksums: bool, block_size_bytes: int) -> None:
         self._pool = pool
         self._sender = PushSender(limits, checksums, block_size_bytes)
-        self._receiver = PushReceiver(limits)
+        self._receiver = PushReceiver(limits, checksums)
         self._block_size_bytes = block_size_bytes
         self._sources: dict[PushKey, list[int]] = {}
         """Pushes from here: the blocks they have a use of."""

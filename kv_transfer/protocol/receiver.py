@@ -49,7 +49,7 @@ class PushReceiver:
     def __init__(self, limits: PushLimits, checksum: bool) -> None:
         """`checksum`: whether every block is to be verified; a chunk that comes without its sums then counts as lost,
         so that nothing is taken over unverified because a message was cut or a sender does not sum."""
-        self.checksum = checksum
+        self._checksum = checksum
         self.num_ignored_messages = 0
         self._limits = limits
         self._pushes: dict[PushKey, IncomingPush] = {}
@@ -282,7 +282,7 @@ class PushReceiver:
         violation = push.violation(message)
         if violation is not None:
             return self._give_up(now_ns, push, violation)
-        if self.checksum and not message.checksums:
+        if self._checksum and not message.checksums:
             self.num_ignored_messages += 1
             return []
         if not push.is_news(message):

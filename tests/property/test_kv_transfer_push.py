@@ -247,7 +247,7 @@ class Decode:
         self.free = list(range(NUM_BLOCKS))
         self.quarantined: dict[int, PushKey] = {}
         self.transport = LoopbackTransport(world.hub, me, memoryview(self.pool))
-        self.machine = PushReceiver(LIMITS)
+        self.machine = PushReceiver(LIMITS, checksum=True)
 
     def reserve(self, key: PushKey, sender: PeerId) -> None:
         rng = self.world.rng

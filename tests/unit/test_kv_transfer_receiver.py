@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kv_transfer.protocol.codec import decode, encode
 from kv_transfer.protocol.limits import SECOND_NS, PushLimits
 from kv_transfer.protocol.messages import (
     BlockGrant,
@@ -71,8 +72,8 @@ def messages(effects: list[PushEffect]) -> list[PushMessage]:
     return [effect.message for effect in effects if isinstance(effect, SendMessage)]
 
 
-def make_receiver(limits: PushLimits = LIMITS, *, connected: bool = True) -> PushReceiver:
-    receiver = PushReceiver(limits)
+def make_receiver(limits: PushLimits = LIMITS, *, connected: bool = True, checksum: bool = False) -> PushReceiver:
+    receiver = PushReceiver(limits, checksum)
     assert receiver.open(0, make_grant()) == []
     if connected:
         assert receiver.on_connected(0, PREFILL) == []
@@ -114,7 +115,7 @@ def test_granted_block_without_kv_need_not_arrive() -> None:
 
 
 def test_push_without_blocks_arrives_with_its_end() -> None:
-    receiver = PushReceiver(LIMITS)
+    receiver = PushReceiver(LIMITS, checksum=False)
     receiver.open(0, make_grant(0))
     receiver.on_connected(0, PREFILL)
     (effect,) = tell(receiver, make_end(num_chunks=0))
@@ -144,6 +145,22 @@ def test_lost_and_corrupt_chunks_are_asked_for_again() -> None:
     assert tell(receiver, make_chunk(0, (0, 1)), make_chunk(1, (2,))) == []  # late copies of round 0 prove nothing
     (effect,) = tell(receiver, make_chunk(0, (0, 1), round_=1), make_chunk(1, (2,), round_=1), make_end(round_=1))
     assert isinstance(effect, PushArrived)
+
+
+def test_chunk_whose_checksums_were_cut_off_is_asked_for_again() -> None:
+    whole = encode(make_chunk(1, (2,), checksums=True))
+    cut = decode(whole[:-8])  # a message that ends there is a whole one of a sender without sums
+    assert isinstance(cut, PushChunk) and not cut.checksums
+    receiver = make_receiver(checksum=True)
+    receiver.on_message(1, PREFILL, make_chunk(0, (0, 1), checksums=True))
+    receiver.on_verified(2, KEY, 0, ())
+    assert receiver.on_message(3, PREFILL, cut) == []
+    assert messages(receiver.on_message(4, PREFILL, make_end())) == [
+        PushMissing(key=KEY, lease_id=5, chunks=(1,), round=1)
+    ]
+    receiver.on_message(5, PREFILL, make_chunk(1, (2,), checksums=True, round_=1))
+    receiver.on_message(6, PREFILL, make_end(round_=1))
+    assert isinstance(receiver.on_verified(7, KEY, 1, ())[0], PushArrived)
 
 
 def test_late_end_of_an_earlier_round_never_commits() -> None:
@@ -213,7 +230,7 @@ def test_another_lease_is_ignored() -> None:
 
 
 def test_unknown_push_is_told_to_stop() -> None:
-    receiver = PushReceiver(LIMITS)
+    receiver = PushReceiver(LIMITS, checksum=False)
     receiver.on_connected(0, PREFILL)
     stop = PushStop(key=KEY, lease_id=5, reason="no such push is open")
     assert messages(tell(receiver, make_chunk(0, (0,)))) == [stop]
@@ -279,7 +296,7 @@ def test_cancel_of_a_sender_that_never_connected() -> None:
 
 
 def test_cancel_before_open_refuses_the_open() -> None:
-    receiver = PushReceiver(LIMITS)
+    receiver = PushReceiver(LIMITS, checksum=False)
     assert receiver.cancel(0, KEY, "early") == []
     assert receiver.open(1, make_grant()) == [PushFailed(key=KEY, reason="it has ended already"), RELEASED]
 
@@ -319,7 +336,7 @@ def test_lost_sender_is_fenced_and_all_its_pushes_fail() -> None:
 
 
 def test_sender_without_leases_may_leave() -> None:
-    receiver = PushReceiver(LIMITS)
+    receiver = PushReceiver(LIMITS, checksum=False)
     receiver.on_connected(0, PREFILL)
     assert receiver.on_peer_gone(1, PREFILL, "closed") == []
 
