@@ -228,7 +228,9 @@ def _parse_pool(section: Section, model: ModelConfig, kv: KVConfig) -> PoolConfi
         prefill_chunk_tokens=section.integer(
             "prefill_chunk_tokens", default=min(256, max_step_tokens), minimum=1, maximum=max_step_tokens
         ),
-        max_running=section.integer("max_running", default=min(64, max_step_tokens), minimum=1, maximum=MAX_RUNNING),
+        max_running=section.integer(
+            "max_running", default=max(1, min(64, max_step_tokens - kv.block_size)), minimum=1, maximum=MAX_RUNNING
+        ),
     )
     section.finish()
     _check_pool_sizes(section, pool, model, kv)
@@ -246,6 +248,12 @@ def _check_pool_sizes(section: Section, pool: PoolConfig, model: ModelConfig, kv
     if pool.max_running > pool.max_step_tokens:
         found = f"{pool.max_running}, more than max_step_tokens ({pool.max_step_tokens})"
         section.refuse("max_running", found, "at most one running sequence a token of a step")
+    if pool.max_running + kv.block_size > pool.max_step_tokens:
+        expected = f"at least max_running + one block = {pool.max_running + kv.block_size}"
+        hint = "prompts go on beside answers, a block at a time"
+        section.refuse("max_step_tokens", str(pool.max_step_tokens), expected, hint=hint)
+    if pool.prefill_chunk_tokens < kv.block_size:
+        section.refuse("prefill_chunk_tokens", str(pool.prefill_chunk_tokens), f"at least one block, {kv.block_size}")
     if pool.kv_blocks is None or model.max_model_tokens is None:
         return
     needed = -(-model.max_model_tokens // kv.block_size)

@@ -90,6 +90,11 @@ def test_every_option_is_read() -> None:
     assert config.coordinator.queue_timeout_s == 1.0 and config.coordinator.max_attempts == 4
 
 
+def test_short_steps_leave_room_for_prompts_beside_the_answers() -> None:
+    pool = _parse({**MINIMAL, "pools": _pools(max_step_tokens=64)}).pools[1]
+    assert (pool.max_running, pool.prefill_chunk_tokens) == (48, 64)
+
+
 @pytest.mark.parametrize(
     ("text", "size_bytes"),
     [("512MiB", 2**29), ("1.5 GiB", 3 * 2**29), ("2GB", 2 * 10**9), (2**21, 2**21), ("1048576B", 2**20)],
@@ -127,6 +132,9 @@ def test_unknown_key_of_another_type() -> None:
         ({"pools": _pools(cores=3)}, "pools[1].cores", "3", "list of lists"),
         ({"pools": _pools(max_step_tokens=8, max_running=9)}, "pools[1].max_running", "9", "at most one"),
         ({"pools": _pools(max_step_tokens=8, prefill_chunk_tokens=9)}, "pools[1].prefill_chunk_tokens", "9", "to 8"),
+        ({"pools": _pools(max_step_tokens=64, max_running=49)}, "pools[1].max_step_tokens", "64", "at least"),
+        ({"pools": _pools(max_step_tokens=16)}, "pools[1].max_step_tokens", "16", "max_running + one block = 17"),
+        ({"pools": _pools(prefill_chunk_tokens=15)}, "pools[1].prefill_chunk_tokens", "15", "one block, 16"),
         ({"pools": _pools(role="encode")}, "pools[1].role", "'encode'", "prefill, decode"),
         ({"pools": _pools(name="Not A Name")}, "pools[1].name", "'Not A Name'", "lower-case"),
         ({"pools": [{"role": "decode"}]}, "pools[0].name", "nothing", "name"),
