@@ -7,9 +7,10 @@ import logging
 import os
 import socket
 
-from cluster.agent.limits import SECOND_NS, AgentLimits, WorkerStateConfig
+from cluster.agent.limits import AgentLimits, WorkerStateConfig
 from cluster.agent.pool import TransportPool, open_pool
 from cluster.agent.settings import RoleProfile, WorkerSettings
+from cluster.core.limits import NS_PER_S
 from cluster.core.messages import RankEndpoint, WorkerHello, WorkerLoad, WorkerRef
 from engine.core.scheduler import SchedulerConfig
 from engine.core.step import StepPlan, StepResult
@@ -148,5 +149,5 @@ def state_config(
         model_fingerprint=engine.fingerprint,
         accepts=profile.accepts,
         checksums=settings.checksums,
-        limits=AgentLimits(coordinator_grace_ns=int(settings.coordinator_grace_s * SECOND_NS)),
+        limits=AgentLimits(coordinator_grace_ns=int(settings.coordinator_grace_s * NS_PER_S)),
     )

@@ -7,12 +7,13 @@ land, at the receiver.
 
 from __future__ import annotations
 
-from cluster.agent.legs import Leg, LegKind, LegTable, Phase
+from cluster.agent.legs import Leg, LegKind, LegTable, Phase, push_key_of
 from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.outbox import Outbox
 from cluster.agent.pushes import Pushes, PushRefusedError
 from cluster.agent.stepper import Stepper
 from cluster.core.ids import AttemptId, Outcome, WorkerId
+from cluster.core.limits import NS_PER_MS
 from cluster.core.messages import (
     Block,
     Committed,
@@ -38,10 +39,8 @@ from engine.core.request import RequestBody
 from engine.core.sequence import SequenceMode, SequenceSpec, num_blocks_for
 from engine.core.step import SequenceKey, StepPlan
 from kv_transfer.protocol.lease import Recent
-from kv_transfer.protocol.messages import BlockGrant, FirstToken, Grant, PushArrived, PushKey
+from kv_transfer.protocol.messages import BlockGrant, FirstToken, Grant, PushArrived
 from kv_transfer.transport.base import PeerId
-
-MILLISECOND_NS = 1_000_000
 
 
 class LegControl:
@@ -86,12 +85,12 @@ class LegControl:
         cached = self._pool.match(self._hashes_to_match(body))
         self._pool.acquire(cached)
         grant = Grant(
-            key=PushKey(command.attempt.request_id, command.attempt.attempt),
+            key=push_key_of(command.attempt),
             lease_id=command.lease_id,
             receiver=self._peer,
             sender=peer_of(command.source.worker),
             blocks=(),
-            ttl_ns=command.ttl_ms * MILLISECOND_NS,
+            ttl_ns=command.ttl_ms * NS_PER_MS,
         )
         num_blocks = num_blocks_for(command.num_tokens, self._block_size) - len(cached)
         try:
@@ -129,7 +128,7 @@ class LegControl:
             receiver=leg.peer,
             sender=self._peer,
             blocks=tuple(_block_grant(block) for block in command.blocks),
-            ttl_ns=command.ttl_ms * MILLISECOND_NS,
+            ttl_ns=command.ttl_ms * NS_PER_MS,
         )
         num_blocks = num_blocks_for(leg.num_input_tokens, self._block_size)
         try:
@@ -159,7 +158,7 @@ class LegControl:
             return
         self._legs.forbid(attempt)
         self._outbox.drop(attempt)
-        self._pushes.cancel(now_ns, PushKey(attempt.request_id, attempt.attempt), reason)
+        self._pushes.cancel(now_ns, push_key_of(attempt), reason)
         self._messages.append(LegReleased(attempt=attempt))
 
     def peer_lost(self, now_ns: int, worker: WorkerId) -> None:

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cluster.core.ids import AttemptId
+from cluster.core.limits import NS_PER_MS
 from cluster.core.messages import LegTimeline
 from engine.core.request import RequestBody
 from engine.core.step import SequenceKey
 from kv_transfer.protocol.lease import Recent
 from kv_transfer.protocol.messages import PushKey
 from kv_transfer.transport.base import PeerId
-
-MILLISECOND_NS = 1_000_000
 
 
 class LegKind(Enum):
@@ -96,7 +95,7 @@ class Leg:
         return LegTimeline(
             waiting_ms=_span_ms(self.created_ns, self.started_ns),
             prefill_ms=_span_ms(self.started_ns, prefill_end_ns) if self.kind is not LegKind.DECODE else None,
-            push_ms=None if self.push_ns is None else self.push_ns / MILLISECOND_NS,
+            push_ms=None if self.push_ns is None else self.push_ns / NS_PER_MS,
             decode_ms=_span_ms(decode_start_ns, now_ns) if self.kind is not LegKind.PREFILL else None,
             kv_bytes=self.kv_bytes,
             kv_early_bytes=self.kv_early_bytes,
@@ -127,7 +126,7 @@ class LegTable:
         return self._legs.get(AttemptId(key.request_id, key.attempt))
 
     def of_push(self, key: PushKey) -> Leg | None:
-        return self._legs.get(AttemptId(key.request_id, key.attempt))
+        return self._legs.get(attempt_of(key))
 
     def add(self, leg: Leg) -> None:
         assert leg.attempt not in self._legs
@@ -180,4 +179,4 @@ def attempt_of(key: PushKey) -> AttemptId:
 
 
 def _span_ms(start_ns: int | None, end_ns: int | None) -> float | None:
-    return None if start_ns is None or end_ns is None else (end_ns - start_ns) / MILLISECOND_NS
+    return None if start_ns is None or end_ns is None else (end_ns - start_ns) / NS_PER_MS

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from cluster.core.limits import NS_PER_S
 from cluster.core.messages import Prefill, Reserve, RunLocal, WorkerHello
 from engine.core.scheduler import SchedulerConfig
 from kv_transfer.protocol.limits import PushLimits
-
-SECOND_NS = 1_000_000_000
 
 Work = Reserve | Prefill | RunLocal
 """The commands that start a leg."""
@@ -18,7 +17,7 @@ Work = Reserve | Prefill | RunLocal
 class AgentLimits:
     """Bounds on what a worker holds and waits for. All values are positive."""
 
-    coordinator_grace_ns: int = 30 * SECOND_NS
+    coordinator_grace_ns: int = 30 * NS_PER_S
     """Without a control stream for longer, the worker ends."""
     max_batches_in_flight: int = 8
     """Batches handed to a front's stream and not yet taken by it; further tokens wait in their records."""
@@ -28,10 +27,10 @@ class AgentLimits:
     here are cancelled."""
     max_fronts: int = 256
     max_finished_records: int = 1_024
-    finished_record_ttl_ns: int = 60 * SECOND_NS
+    finished_record_ttl_ns: int = 60 * NS_PER_S
     """A finished attempt's tokens are kept so long for a front that has to reconnect; Forget ends it sooner."""
     max_early_watches: int = 4_096
-    early_watch_ttl_ns: int = 10 * SECOND_NS
+    early_watch_ttl_ns: int = 10 * NS_PER_S
     """How long a watch may come before the command it belongs to."""
     max_cancelled_attempts: int = 4_096
     """Attempts cancelled here that are remembered, so that a late command for one is refused."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from cluster.core.ids import WorkerId
+from cluster.core.limits import NS_PER_MS
 from cluster.core.messages import Command
-
-MILLISECOND_NS = 1_000_000
 
 
 class CoordinatorLink:
@@ -45,7 +44,7 @@ class CoordinatorLink:
 
     def welcomed(self, now_ns: int, heartbeat_ms: int) -> None:
         self._unregistered_since_ns = None
-        self._heartbeat_ns = heartbeat_ms * MILLISECOND_NS
+        self._heartbeat_ns = heartbeat_ms * NS_PER_MS
         self._next_heartbeat_ns = now_ns + self._heartbeat_ns
 
     def is_heartbeat_due(self, now_ns: int) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from cluster.agent import effects as out
 from cluster.agent.legs import attempt_of
 from cluster.core.ids import WorkerId
+from cluster.core.limits import NS_PER_MS
 from cluster.core.messages import Block, LeaseInfo, RankEndpoint
 from engine.core.block_pool import BlockPool
 from kv_transfer.protocol.lease import LeaseView, Recent
@@ -40,8 +41,6 @@ from kv_transfer.protocol.messages import (
 from kv_transfer.protocol.receiver import PushReceiver
 from kv_transfer.protocol.sender import PushSender
 from kv_transfer.transport.base import PeerId
-
-MILLISECOND_NS = 1_000_000
 
 
 class PushRefusedError(Exception):
@@ -282,6 +281,6 @@ class Pushes:
             peer=WorkerId(view.peer.name, view.peer.incarnation),
             num_blocks=view.num_blocks,
             size_bytes=view.num_blocks * self._block_size_bytes,
-            age_ms=view.age_ns // MILLISECOND_NS,
-            remaining_ms=view.remaining_ns // MILLISECOND_NS,
+            age_ms=view.age_ns // NS_PER_MS,
+            remaining_ms=view.remaining_ns // NS_PER_MS,
         )

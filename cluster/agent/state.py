@@ -12,7 +12,7 @@ from dataclasses import replace
 from cluster.agent import events as ev
 from cluster.agent.effects import Effect, RunStep, Shutdown, ToCoordinator
 from cluster.agent.leg_control import LegControl
-from cluster.agent.legs import LegTable
+from cluster.agent.legs import LegTable, push_key_of
 from cluster.agent.limits import Work, WorkerStateConfig
 from cluster.agent.link import CoordinatorLink
 from cluster.agent.outbox import Outbox
@@ -38,7 +38,6 @@ from cluster.core.messages import (
 from engine.core.block_pool import BlockPool
 from engine.core.request import RequestBody
 from engine.core.scheduler import Scheduler
-from kv_transfer.protocol.messages import PushKey
 
 
 class WorkerState:
@@ -211,7 +210,7 @@ class WorkerState:
             case CancelLeg(attempt=attempt, reason=reason):
                 self._control.cancel(now_ns, attempt, reason)
             case SenderStopped(attempt=attempt):
-                self._pushes.sender_stopped(now_ns, PushKey(attempt.request_id, attempt.attempt))
+                self._pushes.sender_stopped(now_ns, push_key_of(attempt))
             case PeerLost(peer=peer):
                 self._control.peer_lost(now_ns, peer)
             case WorkerWelcome(heartbeat_ms=heartbeat_ms):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
+from cluster.core.limits import NS_PER_MS
 from engine.core.step import StepPlan
 
 NUM_WARM_UP_STEPS = 3
@@ -12,7 +13,6 @@ NUM_WARM_UP_STEPS = 3
 NUM_SAMPLES = 33
 MIN_PREFILL_TOKENS = 16
 """Shorter chunks say more about the step's fixed cost than about a token's."""
-MILLISECOND_NS = 1_000_000
 
 
 class StepCosts:
@@ -41,8 +41,8 @@ class StepCosts:
 
     @property
     def prefill_token_ms(self) -> float:
-        return median(self._prefill_token_ns) / MILLISECOND_NS if self._prefill_token_ns else 0.0
+        return median(self._prefill_token_ns) / NS_PER_MS if self._prefill_token_ns else 0.0
 
     @property
     def decode_step_ms(self) -> float:
-        return median(self._decode_ns) / MILLISECOND_NS if self._decode_ns else 0.0
+        return median(self._decode_ns) / NS_PER_MS if self._decode_ns else 0.0
