@@ -46,7 +46,8 @@ class Driver:
         self._clock_ns = clock_ns
         self._fronts: dict[FrontId, FrontStream] = {}
         self._workers: dict[WorkerId, WorkerStream] = {}
-        self._bodies: dict[str, control_pb2.RequestBody] = {}
+        self._bodies: dict[str, tuple[FrontId, control_pb2.RequestBody]] = {}
+        """By request id, with the front that submitted it."""
         self._timer: asyncio.TimerHandle | None = None
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what the state machine raised: a bug, after which its state cannot be trusted."""
@@ -64,13 +65,15 @@ class Driver:
         self._fronts[front] = stream
 
     def front_said(self, front: FrontId, message: FrontMessage, body: control_pb2.RequestBody | None) -> None:
-        # The first Submit of an id counts, and a Resubmit only of a request that is known: anything else would leave a
-        # body behind that no effect ever drops.
+        # The first Submit of an id counts, and a Resubmit only of a request that is this front's own: anything else would
+        # leave a body behind that no effect ever drops, or answer another front's request with this one's prompt.
         if body is not None:
             if isinstance(message, Submit):
-                self._bodies.setdefault(message.request_id, body)
-            elif isinstance(message, Resubmit) and message.request_id in self._bodies:
-                self._bodies[message.request_id] = body
+                self._bodies.setdefault(message.request_id, (front, body))
+            elif isinstance(message, Resubmit):
+                known = self._bodies.get(message.request_id)
+                if known is not None and known[0] == front:
+                    self._bodies[message.request_id] = (front, body)
         self._handle(events.FromFront(front=front, message=message))
 
     def front_left(self, front: FrontId, stream: FrontStream) -> None:
@@ -144,7 +147,7 @@ class Driver:
         stream = self._workers.get(effect.worker)
         if stream is None:
             return
-        body = None if effect.body_of is None else self._bodies[effect.body_of]
+        body = None if effect.body_of is None else self._bodies[effect.body_of][1]
         stream.send(encode_command(effect.command, body))
         if isinstance(effect.command.body, WorkerRefused):
             stream.close()

@@ -42,6 +42,7 @@ from cluster.core.messages import (
     RequestDone,
     Reserve,
     ReserveGranted,
+    Resubmit,
     Submit,
     ToFrontMessage,
     WorkerHello,
@@ -279,6 +280,25 @@ def test_a_front_that_leaves_takes_its_requests_with_it() -> None:
         front.call.cancel()
         assert (await decode.hear_a(CancelLeg)).body.attempt == reserve.body.attempt
         assert (await coordinator.until(lambda status: status.num_fronts == 0)).num_running == 0
+
+    run(scenario)
+
+
+def test_a_front_cannot_replace_the_body_of_anothers_request() -> None:
+    async def scenario(coordinator: Running) -> None:
+        front, other = await coordinator.front("f"), await coordinator.front("g")
+        await front.say(*submit())
+        await coordinator.until(lambda status: status.num_queued == 1)
+        message, body = submit()
+        body.prompt_ids[0] = 77
+        await other.say(Resubmit(request_id=message.request_id, failed_attempt=1, num_delivered=0), body)
+        await other.say(*submit("s"))
+        await coordinator.until(lambda status: status.num_queued == 2)
+        await coordinator.worker("p-0", Role.PREFILL)
+        decode = await coordinator.worker("d-0", Role.DECODE)
+        await decode.hear_a(WorkerWelcome)
+        assert (await decode.hear_a(Reserve)).body.attempt.request_id == "r"
+        assert coordinator.bodies[-1] is not None and coordinator.bodies[-1].prompt_ids == tuple(range(40))
 
     run(scenario)
 
