@@ -19,6 +19,8 @@ class ToWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToFront:
+    """Send the message to that life of the front; dropped if its stream has just ended."""
+
     front: FrontId
     message: ToFrontMessage
 

@@ -10,6 +10,8 @@ from cluster.core.messages import FrontMessage, WorkerMessage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FromFront:
+    """A message on the stream of that life of a front; FrontHello is the first."""
+
     front: FrontId
     message: FrontMessage
 
@@ -23,6 +25,8 @@ class FrontGone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FromWorker:
+    """A message on the control stream of that life of a worker; WorkerHello is the first."""
+
     worker: WorkerId
     message: WorkerMessage
 

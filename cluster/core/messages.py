@@ -59,6 +59,7 @@ class LegTimeline:
     """What one worker measured of its part of an attempt; durations in milliseconds, absent parts None.
 
     Attributes:
+        waiting_ms: from the command to the first chunk's start.
         prefill_ms: from the first chunk's start to the first token's draw.
         push_ms: from the first write to the commit.
         decode_ms: from joining the batch to the last token.
@@ -122,6 +123,8 @@ class Submit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelRequest:
+    """The front has ended the request with `outcome` (its client left, a deadline passed); nothing of it is wanted."""
+
     request_id: str
     outcome: Outcome
     reason: str

@@ -14,6 +14,8 @@ TIMEOUT_S = 5.0
 
 
 class AdminForwarder(admin_pb2_grpc.AdminServicer):
+    """Hands every call on, and the coordinator's error back."""
+
     def __init__(self, coordinator_address: str) -> None:
         self._channel = make_channel(coordinator_address)
         self._coordinator = admin_pb2_grpc.AdminStub(self._channel)

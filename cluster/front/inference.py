@@ -53,6 +53,8 @@ _Prepared = tuple[RequestBody, tuple[bytes, ...]]
 
 
 class InferenceService:
+    """Checks and prepares what clients ask for, gives it to `sessions`, and writes the answers."""
+
     def __init__(self, model: ServedModel, sessions: Sessions) -> None:
         self._model = model
         self._sessions = sessions

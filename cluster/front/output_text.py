@@ -19,6 +19,8 @@ class TextPiece:
 
 
 class OutputText:
+    """Detokenises as tokens come; what might be the beginning of a stop string is held back."""
+
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)

@@ -58,6 +58,8 @@ from cluster.front.request_timeline import TimelineRecorder
 
 
 class Phase(Enum):
+    """See the diagram above: WAITING for a placement, RUNNING on an attempt's workers, CHECKING the last text."""
+
     NEW = "new"
     WAITING = "waiting"
     RUNNING = "running"

@@ -38,6 +38,8 @@ class StreamsListener(Protocol):
 
 
 class WorkerStreams:
+    """All token streams of one front. What comes on them, and whether they are up, is told to the listener."""
+
     def __init__(self, front: FrontId, listener: StreamsListener) -> None:
         self._front = front
         self._listener = listener

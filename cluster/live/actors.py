@@ -35,6 +35,8 @@ def now_ms() -> int:
 
 
 class CoordinatorActor:
+    """The epoch of each life is the time at its start, in seconds."""
+
     def __init__(self, plan: ClusterPlan, namespace: str) -> None:
         def end_remote(worker: WorkerId, reason: str) -> None:
             # Asking takes time, and the caller must not wait.
@@ -54,6 +56,8 @@ class CoordinatorActor:
 
 
 class WorkerActor:
+    """The incarnation of each life is the time at its start, in milliseconds."""
+
     def __init__(self, plan: ClusterPlan, worker: WorkerPlan) -> None:
         self._life = now_ms()
         self._host = ProgramHost(
@@ -74,6 +78,8 @@ class WorkerActor:
 
 
 class FrontActor:
+    """As WorkerActor, for a front."""
+
     def __init__(self, plan: ClusterPlan, front: FrontPlan) -> None:
         self._host = ProgramHost(
             front.name, lambda: front_program(plan, front, incarnation=now_ms()), restarted=_is_restarted()

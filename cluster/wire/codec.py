@@ -1,4 +1,4 @@
-"""Plain messages (cluster.core.messages) to protobuf (baton.v1) and back.
+"""Plain messages (cluster.core.messages) to protobuf (baton.v1) and back. Everything that decodes raises WireError.
 
 Control messages go through `cluster.wire.mirror`. The body of a request and a batch of tokens are converted by hand:
 the one is long, the other is sent at every step.
