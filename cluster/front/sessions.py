@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
+import uuid
 from collections.abc import Callable
 
 from cluster.core.errors import DuplicateRequestError
@@ -27,14 +29,19 @@ from cluster.front.output_text import OutputText
 from cluster.front.request import FrontRequest
 from cluster.front.request_spec import RequestLimits, RequestSpec
 from cluster.front.worker_streams import WorkerStreams
+from kv_transfer.protocol.lease import Recent
+
+MAX_USED_IDS = 8192
+"""Ids of ended requests that are remembered, so that a request that uses one again is told apart from it."""
 
 logger = logging.getLogger(__name__)
 
 
 class _Session:
-    """One request: its state machine, its text, and what waits for its client."""
+    """One request: its state machine, its text, and what waits for its client, who knows it as `request_id`."""
 
-    def __init__(self, request: FrontRequest, text: OutputText, output: ClientOutput) -> None:
+    def __init__(self, request_id: str, request: FrontRequest, text: OutputText, output: ClientOutput) -> None:
+        self.request_id = request_id
         self.request = request
         self.text = text
         self.output = output
@@ -44,7 +51,11 @@ class _Session:
 
 
 class Sessions:
-    """Everything runs on one event loop, and nothing here waits."""
+    """Everything runs on one event loop, and nothing here waits.
+
+    A client may use an id again as soon as its request has ended, when what the coordinator and workers said of that
+    one may still be on its way. The cluster therefore gets to know the later one by another id, its *cluster id*.
+    """
 
     def __init__(
         self,
@@ -60,6 +71,10 @@ class Sessions:
         self._limits = limits
         self._clock_ns = clock_ns
         self._sessions: dict[str, _Session] = {}
+        """By cluster id."""
+        self._cluster_ids: dict[str, str] = {}
+        """Of the running requests, by the id that their clients know."""
+        self._used_ids: Recent[str, None] = Recent(MAX_USED_IDS)
 
     # ---- clients -----------------------------------------------------------------------------------------------
 
@@ -67,27 +82,33 @@ class Sessions:
         return len(self._sessions)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._sessions
+        return request_id in self._cluster_ids
 
     def now_ns(self) -> int:
         return self._clock_ns()
 
     def open(self, spec: RequestSpec, text: OutputText) -> ClientOutput:
         """Starts the request. Raises DuplicateRequestError if one of that id is running."""
-        if spec.request_id in self._sessions:
-            raise DuplicateRequestError(f"request_id: a request {spec.request_id!r} is running already")
-        output = ClientOutput(spec.request_id, with_logprobs=spec.body.sampling.logprobs is not None)
-        self._sessions[spec.request_id] = _Session(FrontRequest(spec, self._limits), text, output)
-        self.handle(spec.request_id, events.Start())
+        request_id = spec.request_id
+        if request_id in self._cluster_ids:
+            raise DuplicateRequestError(f"request_id: a request {request_id!r} is running already")
+        output = ClientOutput(request_id, with_logprobs=spec.body.sampling.logprobs is not None)
+        cluster_id = f"{request_id}/{uuid.uuid4().hex}" if request_id in self._used_ids else request_id
+        request = FrontRequest(dataclasses.replace(spec, request_id=cluster_id), self._limits)
+        self._cluster_ids[request_id] = cluster_id
+        self._sessions[cluster_id] = _Session(request_id, request, text, output)
+        self.handle(cluster_id, events.Start())
         if not self.link.is_up:
-            self.handle(spec.request_id, events.CoordinatorLost())
+            self.handle(cluster_id, events.CoordinatorLost())
         return output
 
     def cancel(self, request_id: str, reason: str) -> bool:
         """Whether such a request was running."""
-        found = request_id in self._sessions
-        self.handle(request_id, events.ClientGone(reason=reason))
-        return found
+        cluster_id = self._cluster_ids.get(request_id)
+        if cluster_id is None:
+            return False
+        self.handle(cluster_id, events.ClientGone(reason=reason))
+        return True
 
     def cancel_all(self, reason: str) -> None:
         self._handle_all(events.ClientGone(reason=reason))
@@ -133,9 +154,9 @@ class Sessions:
 
     # ---- the state machines ------------------------------------------------------------------------------------
 
-    def handle(self, request_id: str, event: events.Event) -> None:
+    def handle(self, cluster_id: str, event: events.Event) -> None:
         """Feeds the event to the request, if it is still running, and carries out what follows from it."""
-        session = self._sessions.get(request_id)
+        session = self._sessions.get(cluster_id)
         queue: list[events.Event] = [event]
         while session is not None and queue:
             for effect in session.request.handle(self._clock_ns(), queue.pop(0)):
@@ -143,16 +164,16 @@ class Sessions:
                 if answer is not None:
                     queue.append(answer)
         if session is not None:
-            self._set_alarm(request_id, session)
+            self._set_alarm(cluster_id, session)
 
     def _handle_all(self, event: events.Event) -> None:
-        for request_id in list(self._sessions):
-            self.handle(request_id, event)
+        for cluster_id in list(self._sessions):
+            self.handle(cluster_id, event)
 
     def _handle_watchers(self, worker: WorkerId, event: events.Event) -> None:
         watchers = [name for name, session in self._sessions.items() if worker in session.request.workers]
-        for request_id in watchers:
-            self.handle(request_id, event)
+        for cluster_id in watchers:
+            self.handle(cluster_id, event)
 
     def _carry_out(self, session: _Session, effect: effects.Effect) -> events.Event | None:
         """Returns the event that answers the effect, if one is due."""
@@ -196,10 +217,12 @@ class Sessions:
             self._finish_text(session)
         session.output.finish(end)
         del self._sessions[session.request.spec.request_id]
+        del self._cluster_ids[session.request_id]
+        self._used_ids.add(session.request_id, None)
         if end.outcome is Outcome.INTERNAL:
             logger.error("request %s ended as internal: %s", session.request.spec.request_id, end.reason)
 
-    def _set_alarm(self, request_id: str, session: _Session) -> None:
+    def _set_alarm(self, cluster_id: str, session: _Session) -> None:
         """One alarm a request. One that rings early is harmless, so it is only moved forward."""
         due_ns = session.request.next_deadline_ns()
         if due_ns is None:
@@ -213,9 +236,9 @@ class Sessions:
             session.alarm.cancel()
         delay_s = max(0, due_ns - self._clock_ns()) / NS_PER_S
         session.alarm_ns = due_ns
-        session.alarm = asyncio.get_running_loop().call_later(delay_s, self._ring, request_id, session)
+        session.alarm = asyncio.get_running_loop().call_later(delay_s, self._ring, cluster_id, session)
 
-    def _ring(self, request_id: str, session: _Session) -> None:
+    def _ring(self, cluster_id: str, session: _Session) -> None:
         session.alarm, session.alarm_ns = None, None
-        if self._sessions.get(request_id) is session:
-            self.handle(request_id, events.Tick())
+        if self._sessions.get(cluster_id) is session:
+            self.handle(cluster_id, events.Tick())
