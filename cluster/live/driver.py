@@ -65,8 +65,8 @@ class Driver:
         self._fronts[front] = stream
 
     def front_said(self, front: FrontId, message: FrontMessage, body: control_pb2.RequestBody | None) -> None:
-        # The first Submit of an id counts, and a Resubmit only of a request that is this front's own: anything else would
-        # leave a body behind that no effect ever drops, or answer another front's request with this one's prompt.
+        # The first Submit of an id counts, and a Resubmit only of a request that is this front's own: anything else
+        # would leave a body behind that no effect ever drops, or answer another front's request with this one's prompt.
         if body is not None:
             if isinstance(message, Submit):
                 self._bodies.setdefault(message.request_id, (front, body))
