@@ -42,6 +42,9 @@ from kv_transfer.protocol.lease import Recent
 from kv_transfer.protocol.messages import BlockGrant, FirstToken, Grant, PushArrived
 from kv_transfer.transport.base import PeerId
 
+RAN_ALREADY = "an attempt of that number has run here"
+"""A coordinator in a new life may count a request's attempts anew; the tokens of the two must not be mixed."""
+
 
 class LegControl:
     """See the module docstring. Messages for the coordinator are collected until `take_messages`."""
@@ -281,6 +284,8 @@ class LegControl:
             return False
         if self._legs.is_forbidden(attempt):
             outcome, reason = Outcome.CANCELLED, "cancelled before it came"
+        elif self._outbox.has(attempt):
+            outcome, reason = Outcome.INTERNAL, RAN_ALREADY
         elif len(self._legs) >= self._config.limits.max_legs:
             outcome, reason = Outcome.REJECTED_OVERLOAD, f"{len(self._legs)} attempts are here, which is the limit"
         else:
@@ -293,6 +298,8 @@ class LegControl:
         max_tokens = self._config.scheduler.max_model_tokens
         if self._legs.is_forbidden(command.attempt):
             return "cancelled before it came"
+        if self._outbox.has(command.attempt):
+            return RAN_ALREADY
         if len(self._legs) >= self._config.limits.max_legs:
             return f"{len(self._legs)} attempts are here, which is the limit"
         if not body.prompt_ids or command.num_tokens != num_tokens:

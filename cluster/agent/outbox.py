@@ -83,6 +83,9 @@ class Outbox:
             _, front, watch = early
             self._attach(self._records[key], front, watch.next_position)
 
+    def has(self, attempt: AttemptId, *, choice: int = 0) -> bool:
+        return (attempt, choice) in self._records
+
     def append(self, attempt: AttemptId, position: int, token: TokenInfo, *, choice: int = 0) -> None:
         record = self._records[(attempt, choice)]
         assert position == record.end_position, f"{attempt}: position {position} after {record.end_position - 1}"

@@ -403,6 +403,19 @@ def test_one_attempt_too_many_is_refused_and_nothing_of_it_is_waited_for() -> No
     finish(world, first)
 
 
+@pytest.mark.parametrize("local", [True, False])
+def test_attempt_number_that_comes_again_is_refused(local: bool) -> None:
+    """As from a coordinator that has begun a new life, while the tokens of the first one wait for their front."""
+    world = World()
+    first = world.submit("r", body(), local=True)
+    world.settle()
+    again = world.submit("r", body((7, 8, 9)), local=local)
+    assert again.failures if local else again.refusals
+    world.settle()
+    assert world.front.token_ids("r") == expected(first.body)
+    finish(world, first)
+
+
 def assert_failed_and_released(world: World, attempt: AttemptId) -> LegFailed:
     """A worker that says only the first would be given up for not releasing what it never held."""
     (_, failed), (_, released) = world.messages[-2:]
