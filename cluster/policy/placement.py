@@ -89,14 +89,16 @@ def place(
     prefill: Iterable[WorkerLike],
     decode: Iterable[WorkerLike],
     excluded: Mapping[WorkerId, int],
+    why_local: str | None = None,
 ) -> Placement | Wait:
     """Chooses workers for one request; costs O(workers given).
 
     Args:
         prefill, decode: the workers of either role that are alive.
         excluded: decode workers that must not be taken now.
+        why_local: if given, decode is to read the prompt itself, for this reason.
     """
-    prefill = tuple(prefill)
+    prefill = () if why_local else tuple(prefill)
     decode = tuple(decode)
     decode_worker = min(
         (
@@ -112,7 +114,7 @@ def place(
     if decode_worker is None:
         return Wait(reason="no decode worker has room" if decode else "no decode worker is alive")
     if not prefill:
-        return _place_local(decode_worker, "no prefill worker is alive")
+        return _place_local(decode_worker, why_local or "no prefill worker is alive")
     if demand.num_kv_blocks > max(1, decode_worker.num_total_blocks * MAX_RESERVED_PERCENT // 100):
         return _place_local(decode_worker, f"{demand.num_kv_blocks} blocks are too large a share for a push")
     return _place_both(demand, prefill, decode_worker)

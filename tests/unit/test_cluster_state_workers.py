@@ -334,6 +334,17 @@ def test_a_failure_that_no_retry_can_help_ends_the_request() -> None:
     assert bench.dropped() == ["r"] and [type(body) for body in bench.commands(D0)] == [CancelLeg]
 
 
+def test_the_last_attempt_after_failed_transfers_does_without_one() -> None:
+    bench = _bench(max_attempts=2)
+    bench.submit()
+    bench.grant(R1)
+    bench.worker_says(D0, _leg_failed())
+    bench.front_says(Resubmit(request_id="r", failed_attempt=1, num_delivered=1))
+    assert bench.phase() == "local"
+    commands = [body for worker in (D0, D1) for body in bench.commands(worker)]
+    assert RunLocal(attempt=AttemptId("r", 2)) in commands
+
+
 def test_failures_use_the_attempts_up() -> None:
     bench = _bench(max_attempts=1)
     bench.submit()

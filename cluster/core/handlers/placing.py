@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster.core.attempts import Attempt, Leg, LegState
 from cluster.core.handlers.ending import watch_deadline, withdraw_attempt
-from cluster.core.ids import Role, WorkerId
+from cluster.core.ids import Outcome, Role, WorkerId
 from cluster.core.leases import Lease, Side
 from cluster.core.limits import EXCLUDE_AFTER_REFUSAL_NS, NS_PER_MS
 from cluster.core.messages import Placed, Reserve, RunLocal
@@ -28,6 +28,7 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
             parts.workers.with_role(Role.PREFILL).values(),
             parts.workers.with_role(Role.DECODE).values(),
             request.excluded,
+            _why_local(parts, request),
         )
         if isinstance(decision, Wait):
             request.waiting_for = decision.reason
@@ -40,6 +41,18 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
         else:
             _start_pair(parts, now_ns, request, demand, decision, decision.prefill)
         watch_deadline(parts, request)
+
+
+def _why_local(parts: Parts, request: Request) -> str | None:
+    """Why the request's next attempt must do without a push; None where it need not.
+
+    The last attempt that a request has after a failed transfer: a push that cannot succeed costs time, not the answer.
+    """
+    failure = request.last_failure
+    if failure is None or failure.outcome is not Outcome.TRANSFER_FAILED:
+        return None
+    is_last = request.num_failures == parts.config.coordinator.max_attempts - 1
+    return "the last transfer failed" if is_last else None
 
 
 def exclude_and_withdraw(parts: Parts, now_ns: int, request: Request, attempt: Attempt, reason: str) -> None:
