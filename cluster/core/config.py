@@ -24,7 +24,8 @@ MAX_THREADS: Final = 1024
 MAX_CORE_ID: Final = 65535
 MAX_MODEL_TOKENS: Final = 16 * 2**20
 MAX_STEP_TOKENS: Final = 2**20
-MAX_RUNNING: Final = 65536
+MAX_RUNNING: Final = 1024
+"""No more than a worker takes attempts and pushes at once (AgentLimits.max_legs, PushLimits.max_pushes)."""
 MAX_KV_BLOCKS: Final = 2**32
 MIN_KV_BYTES: Final = 2**20
 MAX_KV_BYTES: Final = 2**43

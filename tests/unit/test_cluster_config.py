@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from cluster.core.config import DEFAULT_KV_BYTES, ClusterConfig, parse_cluster_config
+from cluster.agent.limits import AgentLimits
+from cluster.core.config import DEFAULT_KV_BYTES, MAX_RUNNING, ClusterConfig, parse_cluster_config
 from cluster.core.config_reader import KeyPath
 from cluster.core.errors import ConfigError
 from cluster.core.ids import Role
+from kv_transfer.protocol.limits import PushLimits
 
 MINIMAL: dict[str, Any] = {
     "version": 1,
@@ -93,6 +95,10 @@ def test_every_option_is_read() -> None:
 def test_short_steps_leave_room_for_prompts_beside_the_answers() -> None:
     pool = _parse({**MINIMAL, "pools": _pools(max_step_tokens=64)}).pools[1]
     assert (pool.max_running, pool.prefill_chunk_tokens) == (48, 64)
+
+
+def test_a_worker_takes_as_many_requests_as_the_file_may_say() -> None:
+    assert min(AgentLimits().max_legs, PushLimits().max_pushes) >= MAX_RUNNING
 
 
 @pytest.mark.parametrize(
