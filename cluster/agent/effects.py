@@ -19,6 +19,7 @@ __all__ = [
     "ConnectPeer",
     "Effect",
     "FencePeer",
+    "RefuseFront",
     "RunStep",
     "SendMessage",
     "SendRuns",
@@ -52,6 +53,13 @@ class SendRuns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RefuseFront:
+    """End the stream that this front has just opened: there are too many. Nothing more is said of it."""
+
+    front: FrontId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectPeer:
     """Connect to the peer by whichever of its endpoints (one a rank) this side's transport understands."""
 
@@ -70,6 +78,7 @@ Effect = (
     ToCoordinator
     | RunStep
     | SendRuns
+    | RefuseFront
     | ConnectPeer
     | SendMessage
     | WriteBlocks

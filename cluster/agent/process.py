@@ -193,6 +193,8 @@ class _Worker:
                 self._run_step(plan)
             case fx.SendRuns(front=front, runs=runs):
                 self.tokens.send(front, runs)
+            case fx.RefuseFront(front=front):
+                self.tokens.refuse(front)
             case fx.WriteBlocks():
                 self.transport.write(effect)
             case fx.SendMessage():

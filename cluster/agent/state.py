@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.agent import events as ev
-from cluster.agent.effects import Effect, RunStep, Shutdown, ToCoordinator
+from cluster.agent.effects import Effect, RefuseFront, RunStep, Shutdown, ToCoordinator
 from cluster.agent.leg_control import LegControl
 from cluster.agent.legs import LegTable, push_key_of
 from cluster.agent.limits import Work, WorkerStateConfig
@@ -18,7 +18,7 @@ from cluster.agent.link import CoordinatorLink
 from cluster.agent.outbox import Outbox
 from cluster.agent.pushes import Pushes
 from cluster.agent.stepper import Stepper
-from cluster.core.ids import Outcome
+from cluster.core.ids import FrontId, Outcome
 from cluster.core.messages import (
     BlockCounts,
     CancelLeg,
@@ -67,6 +67,7 @@ class WorkerState:
         )
         self._link = CoordinatorLink(config.hello.ref.worker, grace_ns=limits.coordinator_grace_ns, now_ns=now_ns)
         self._reports: list[WorkerMessage] = []
+        self._refused_fronts: list[FrontId] = []
         self._shutdown_reason: str | None = None
 
     # ---- the machine -----------------------------------------------------------------------------------------
@@ -148,6 +149,8 @@ class WorkerState:
             effects.append(RunStep(plan=plan))
         effects += self._pushes.take_effects()
         effects += self._outbox.flush()
+        effects += [RefuseFront(front=front) for front in self._refused_fronts]
+        self._refused_fronts = []
         messages = self._reports + self._control.take_messages()
         self._reports = []
         if self._link.is_connected:
@@ -170,7 +173,8 @@ class WorkerState:
             case ev.CoordinatorLost():
                 self._link.lost(now_ns)
             case ev.FrontConnected(front=front):
-                self._outbox.connect(front)
+                if not self._outbox.connect(front):
+                    self._refused_fronts.append(front)
             case ev.FrontDisconnected(front=front):
                 self._outbox.disconnect(front)
             case ev.TokenRequestReceived(front=front, request=request):

@@ -33,6 +33,7 @@ class _FrontStream:
 
     def __init__(self) -> None:
         self.batches: asyncio.Queue[Runs | None] = asyncio.Queue()
+        self.is_refused = False
 
 
 class TokenService(tokens_pb2_grpc.TokensServicer):
@@ -49,6 +50,10 @@ class TokenService(tokens_pb2_grpc.TokensServicer):
         if stream is not None:
             stream.batches.put_nowait(runs)
 
+    def refuse(self, front: FrontId) -> None:
+        """The stream that this front has just opened is one too many."""
+        self._streams.pop(front).is_refused = True
+
     def close(self) -> None:
         for stream in self._streams.values():
             stream.batches.put_nowait(None)
@@ -63,8 +68,11 @@ class TokenService(tokens_pb2_grpc.TokensServicer):
         if older is not None:
             older.batches.put_nowait(None)
         self._post(ev.FrontConnected(front=front))
+        if stream.is_refused:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._worker} serves too many fronts already")
         reader = asyncio.create_task(self._read(front, stream, request_iterator))
         try:
+            await context.send_initial_metadata(())  # tells the front that it is heard
             while (runs := await stream.batches.get()) is not None:
                 # Control comes back here when the batch has been taken by the transport below.
                 yield encode_batch(TokenBatch(worker=self._worker, runs=runs))

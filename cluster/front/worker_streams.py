@@ -109,7 +109,9 @@ class _WorkerStream:
         outbox.cancel = call.cancel
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await call.wait_for_connection()
+                # A worker that does not take this front in ends the stream at once: it must not count as back.
+                await call.initial_metadata()
+                await call.wait_for_connection()  # raises if it has ended
             self.outbox, self.down_reason = outbox, None
             self._listener.worker_restored(self._ref.worker)
             async for message in call:

@@ -300,6 +300,7 @@ class _Worker(tokens_pb2_grpc.TokensServicer):
         self._name = name
 
     async def Stream(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        await context.send_initial_metadata(())
         batches: asyncio.Queue[TokenBatch | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._read(request_iterator, batches))]
         try:

@@ -116,6 +116,7 @@ class Host:
         self.verifications: list[VerifyBlocks] = []
         self.inbox: list[tuple[PeerId, PushMessage]] = []
         self.shutdown_reason: str | None = None
+        self.refused_fronts: list[FrontId] = []
         self.unwritten_batches = 0
         self.reads_at_once = True
 
@@ -154,6 +155,8 @@ class Host:
                 self.world.fence(self, peer)
             case fx.Shutdown(reason=reason):
                 self.shutdown_reason = reason
+            case fx.RefuseFront(front=front):
+                self.refused_fronts.append(front)
             case fx.CancelWrite():
                 pass  # Everything posted here is in flight already.
 

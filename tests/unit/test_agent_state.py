@@ -571,3 +571,14 @@ def test_another_front_can_take_a_watch_over() -> None:
     assert effects == []
     world.decode.handle(ev.FrontDisconnected(front=FRONT))
     assert world.front.token_ids("r") == []
+
+
+def test_one_front_too_many_is_told_so_and_one_that_returns_is_not() -> None:
+    world = World(limits=AgentLimits(max_fronts=1))
+    other = FrontId("other", 1)
+    world.decode.handle(ev.FrontConnected(front=other))
+    world.decode.handle(ev.FrontConnected(front=FRONT))
+    assert world.decode.refused_fronts == [other]
+    world.decode.handle(ev.FrontDisconnected(front=FRONT))
+    world.decode.handle(ev.FrontConnected(front=other))
+    assert world.decode.refused_fronts == [other]
