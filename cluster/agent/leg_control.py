@@ -7,6 +7,8 @@ land, at the receiver.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cluster.agent.legs import Leg, LegKind, LegTable, Phase, push_key_of
 from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.outbox import Outbox
@@ -345,7 +347,13 @@ class LegControl:
         self._messages.append(PrefillDone(attempt=leg.attempt, outcome=outcome, timeline=timeline))
         if outcome is None:
             self._legs.leave(leg, Phase.PUSHING)
-            first = FirstToken(choice=emitted.key.choice, position=emitted.position, token_id=emitted.token_id)
+            first = FirstToken(
+                choice=emitted.key.choice,
+                position=emitted.position,
+                token_id=emitted.token_id,
+                logprob=emitted.logprob,
+                top=emitted.top,
+            )
             self._pushes.finish(now_ns, leg.push_key, leg.num_input_tokens, first)
         else:
             # The push stays as it is until the coordinator has had decode stop it: an abort that overtook PrefillDone
@@ -370,8 +378,9 @@ class LegControl:
         block_table, leg.pinned_blocks = leg.pinned_blocks + committed, []
         leg.phase = Phase.RUNNING
         spec = self._spec(leg, SequenceMode.DECODE)
+        first = arrived.first_tokens[0]
         try:
-            emitted = self._stepper.scheduler.add_with_kv(spec, block_table, arrived.first_tokens[0].token_id)
+            emitted = self._stepper.scheduler.add_with_kv(spec, block_table, first.token_id)
         except ValueError as error:
             self._pool.release(block_table)
             self.fail(now_ns, leg, Outcome.INTERNAL, str(error), retryable=False)
@@ -380,7 +389,7 @@ class LegControl:
         leg.kv_bytes = arrived.stats.size_bytes
         leg.kv_early_bytes = arrived.stats.early_bytes
         self._messages.append(Committed(attempt=leg.attempt, timeline=leg.timeline(now_ns)))
-        self._emit(leg, emitted)
+        self._emit(leg, replace(emitted, logprob=first.logprob, top=first.top))
         if emitted.finish_reason is not None:
             self._finish(now_ns, leg, emitted)
 

@@ -42,7 +42,8 @@ _ATTEMPT_LEASE = struct.Struct("<IQ")
 _CHUNK = struct.Struct("<HIH")
 _BLOCK = struct.Struct("<IIQ")
 _END = struct.Struct("<HIIIHQQQ")
-_TOKEN = struct.Struct("<HII")
+_TOKEN = struct.Struct("<HII?d")
+_ALTERNATIVE = struct.Struct("<Id")
 _FLAG = struct.Struct("<?")
 _ROUND = struct.Struct("<H")
 _NUMBER = struct.Struct("<I")
@@ -145,7 +146,7 @@ def _read_head(reader: _Reader) -> tuple[PushKey, int]:
     return PushKey(request_id, attempt), lease_id
 
 
-def _items(fields: struct.Struct, items: Sequence[tuple[int, ...]]) -> bytes:
+def _items(fields: struct.Struct, items: Sequence[tuple[float, ...]]) -> bytes:
     if len(items) > MAX_ITEMS:
         raise ValueError(f"message: {len(items)} items, at most {MAX_ITEMS}")
     return _LENGTH.pack(len(items)) + b"".join(fields.pack(*item) for item in items)
@@ -173,7 +174,6 @@ def _decode_chunk(reader: _Reader) -> PushChunk:
 
 
 def _encode_end(message: PushEnd) -> list[bytes]:
-    tokens = [(token.choice, token.position, token.token_id) for token in message.first_tokens]
     fields = _END.pack(
         message.rank,
         message.num_chunks,
@@ -184,13 +184,27 @@ def _encode_end(message: PushEnd) -> list[bytes]:
         message.stats.early_bytes,
         message.stats.duration_ns,
     )
-    return [_head(message.key, message.lease_id), fields, _items(_TOKEN, tokens)]
+    parts = [_head(message.key, message.lease_id), fields, _LENGTH.pack(len(message.first_tokens))]
+    for token in message.first_tokens:
+        is_known = token.logprob is not None
+        parts.append(_TOKEN.pack(token.choice, token.position, token.token_id, is_known, token.logprob or 0.0))
+        parts.append(_items(_ALTERNATIVE, token.top))
+    return parts
+
+
+def _read_first_token(reader: _Reader) -> FirstToken:
+    choice, position, token_id, is_known, logprob = reader.take(_TOKEN)
+    top = tuple((token, value) for token, value in reader.take_items(_ALTERNATIVE))
+    return FirstToken(
+        choice=choice, position=position, token_id=token_id, logprob=logprob if is_known else None, top=top
+    )
 
 
 def _decode_end(reader: _Reader) -> PushEnd:
     key, lease_id = _read_head(reader)
     rank, num_chunks, num_blocks, num_tokens, round_, size_bytes, early_bytes, duration_ns = reader.take(_END)
-    tokens = reader.take_items(_TOKEN)
+    (num_first_tokens,) = reader.take(_LENGTH)
+    first_tokens = tuple(_read_first_token(reader) for _ in range(num_first_tokens))
     return PushEnd(
         key=key,
         lease_id=lease_id,
@@ -198,7 +212,7 @@ def _decode_end(reader: _Reader) -> PushEnd:
         num_chunks=num_chunks,
         num_blocks=num_blocks,
         num_tokens=num_tokens,
-        first_tokens=tuple(FirstToken(choice=c, position=p, token_id=t) for c, p, t in tokens),
+        first_tokens=first_tokens,
         stats=PushStats(size_bytes=size_bytes, early_bytes=early_bytes, duration_ns=duration_ns),
         round=round_,
     )

@@ -30,6 +30,7 @@ from cluster.core.messages import (
 )
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
+from engine.core.step import StepPlan, StepResult
 from kv_transfer.protocol.messages import FirstToken, PushEnd
 from tests.support.toy_engine import undisturbed
 from tests.support.worker_pair import BLOCK_SIZE, FRONT, MILLISECOND_NS, SECOND_NS, Request, World
@@ -91,6 +92,26 @@ def test_first_token_is_sent_before_the_push_has_ended() -> None:
     assert run.leg_done and run.finish is None and run.timeline is not None
     assert run.timeline.prefill_ms is not None and run.timeline.waiting_ms is not None
     assert request.committed is None
+    finish(world, request)
+
+
+def test_first_token_is_the_same_whichever_worker_sends_it() -> None:
+    """Its front may hear decode before prefill; what only prefill has computed must be there all the same."""
+    world = World()
+    run = world.prefill.runner.run
+
+    def run_with_logprobs(plan: StepPlan) -> StepResult:
+        result = run(plan)
+        drawn = [
+            token and replace(token, logprob=-0.5, top=((token.token_id, -0.5), (3, -2.5))) for token in result.tokens
+        ]
+        return replace(result, tokens=drawn)
+
+    world.prefill.runner.run = run_with_logprobs  # type: ignore[method-assign]
+    request = world.submit("r", body(logprobs=2))
+    world.settle()
+    firsts = [run.tokens[0] for run in world.front.runs if run.position == 0 and run.tokens]
+    assert len(firsts) == 2 and firsts[0] == firsts[1] and firsts[0].logprob == -0.5
     finish(world, request)
 
 

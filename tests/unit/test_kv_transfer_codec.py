@@ -43,6 +43,15 @@ SUMMED = CHUNKS.flatmap(
         )
     )
 )
+LOGPROBS = st.floats(max_value=0, allow_nan=False)
+FIRST_TOKENS = st.builds(
+    FirstToken,
+    choice=U16,
+    position=U32,
+    token_id=U32,
+    logprob=st.none() | LOGPROBS,
+    top=st.lists(st.tuples(U32, LOGPROBS), max_size=3).map(tuple),
+)
 MESSAGES: st.SearchStrategy[PushMessage] = st.one_of(
     CHUNKS,
     SUMMED,
@@ -53,7 +62,7 @@ MESSAGES: st.SearchStrategy[PushMessage] = st.one_of(
         num_chunks=U32,
         num_blocks=U32,
         num_tokens=U32,
-        first_tokens=st.lists(st.builds(FirstToken, choice=U16, position=U32, token_id=U32), max_size=3).map(tuple),
+        first_tokens=st.lists(FIRST_TOKENS, max_size=3).map(tuple),
         stats=st.builds(PushStats, size_bytes=U64, early_bytes=U64, duration_ns=U64),
         round=U16,
     ),
