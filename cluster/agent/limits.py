@@ -37,6 +37,8 @@ class AgentLimits:
     max_legs: int = 1_024
     max_step_failures: int = 3
     """Steps that may fail in a row before the worker gives itself up."""
+    max_step_ns: int = 120 * NS_PER_S
+    """A step that has not ended by then never will: the worker gives itself up, and its requests go on elsewhere."""
 
     def __post_init__(self) -> None:
         for limit in fields(self):

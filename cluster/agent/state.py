@@ -19,6 +19,7 @@ from cluster.agent.outbox import Outbox
 from cluster.agent.pushes import Pushes
 from cluster.agent.stepper import Stepper
 from cluster.core.ids import FrontId, Outcome
+from cluster.core.limits import NS_PER_S
 from cluster.core.messages import (
     BlockCounts,
     CancelLeg,
@@ -68,6 +69,7 @@ class WorkerState:
         self._link = CoordinatorLink(config.hello.ref.worker, grace_ns=limits.coordinator_grace_ns, now_ns=now_ns)
         self._reports: list[WorkerMessage] = []
         self._refused_fronts: list[FrontId] = []
+        self._step_due_ns: int | None = None
         self._shutdown_reason: str | None = None
 
     # ---- the machine -----------------------------------------------------------------------------------------
@@ -88,6 +90,7 @@ class WorkerState:
             self._link.next_deadline_ns(),
             self._pushes.next_deadline_ns(),
             self._outbox.next_deadline_ns(),
+            self._step_due_ns,
         )
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
@@ -146,6 +149,7 @@ class WorkerState:
         plan = self._stepper.next_plan()
         if plan is not None:
             self._control.step_started(now_ns, plan)
+            self._step_due_ns = now_ns + self._config.limits.max_step_ns
             effects.append(RunStep(plan=plan))
         effects += self._pushes.take_effects()
         effects += self._outbox.flush()
@@ -160,8 +164,10 @@ class WorkerState:
     def _dispatch(self, now_ns: int, event: ev.Event) -> None:
         match event:
             case ev.StepDone(result=result, duration_ns=duration_ns):
+                self._step_due_ns = None
                 self._control.step_done(now_ns, self._stepper.done(result, duration_ns))
             case ev.StepFailed(reason=reason):
+                self._step_due_ns = None
                 self._on_step_failed(now_ns, reason)
             case ev.CommandReceived(command=command, body=body):
                 if self._link.accepts(command):
@@ -253,5 +259,8 @@ class WorkerState:
         self._outbox.expire(now_ns)
         if self._link.is_given_up(now_ns):
             self._shutdown_reason = "no coordinator"
+        elif self._step_due_ns is not None and now_ns >= self._step_due_ns:
+            limit_s = self._config.limits.max_step_ns / NS_PER_S
+            self._shutdown_reason = f"a step has not ended in {limit_s:g} s"
         elif self._link.is_heartbeat_due(now_ns):
             self._reports.append(Heartbeat(load=self.load(), leases=self._pushes.leases(now_ns)))

@@ -375,6 +375,20 @@ def test_failed_step_fails_its_attempts_and_many_in_a_row_end_the_worker() -> No
     assert world.decode.shutdown_reason is not None
 
 
+def test_step_that_never_ends_ends_the_worker() -> None:
+    """Its heartbeats go on, so that nobody else would ever notice, and its requests would wait for ever."""
+    world = World(limits=AgentLimits(max_step_ns=5 * SECOND_NS))
+    world.submit("r1", body(), local=True)
+    world.advance(4 * SECOND_NS)
+    world.decode.end_step()
+    world.advance(4 * SECOND_NS)
+    assert world.decode.shutdown_reason is None
+    due_ns = world.decode.state.next_deadline_ns()
+    assert due_ns is not None and due_ns <= world.now_ns + SECOND_NS
+    world.advance(SECOND_NS)
+    assert world.decode.shutdown_reason == "a step has not ended in 5 s"
+
+
 @pytest.mark.parametrize("num_prompt_tokens", [96, 200])
 def test_what_can_never_fit_is_refused_and_holds_nothing(num_prompt_tokens: int) -> None:
     world = World()
