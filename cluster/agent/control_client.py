@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import grpc
 import grpc.aio
@@ -19,14 +19,13 @@ from cluster.core.messages import WorkerMessage
 from cluster.wire.channels import make_channel
 from cluster.wire.codec import decode_command, encode_worker
 from cluster.wire.mirror import WireError
+from cluster.wire.stream_outbox import StreamOutbox
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 1.0
-
-_Outgoing = asyncio.Queue[control_pb2.WorkerEnvelope]
 
 
 class ControlClient:
@@ -35,12 +34,12 @@ class ControlClient:
     def __init__(self, address: str, post: Callable[[ev.Event], None]) -> None:
         self._address = address
         self._post = post
-        self._outgoing: _Outgoing | None = None
+        self._outbox: StreamOutbox[control_pb2.WorkerEnvelope] | None = None
 
     def send(self, message: WorkerMessage) -> None:
         """Queues a message on the stream; without a stream it is dropped (the next hello carries an inventory)."""
-        if self._outgoing is not None:
-            self._outgoing.put_nowait(encode_worker(message))
+        if self._outbox is not None:
+            self._outbox.send(encode_worker(message))
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -52,15 +51,16 @@ class ControlClient:
 
     async def _one_stream(self) -> bool:
         """One stream from its opening to its end. Whether it was opened."""
-        outgoing: _Outgoing = asyncio.Queue()
+        outbox = StreamOutbox[control_pb2.WorkerEnvelope]()
         is_open = False
         async with make_channel(self._address) as channel:
-            call = control_pb2_grpc.CoordinatorStub(channel).ConnectWorker(_messages(outgoing))
+            call = control_pb2_grpc.CoordinatorStub(channel).ConnectWorker(outbox.messages())
+            outbox.cancel = call.cancel
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await call.wait_for_connection()
                 is_open = True
-                self._outgoing = outgoing
+                self._outbox = outbox
                 self._post(ev.CoordinatorConnected())
                 async for envelope in call:
                     self._on_command(envelope)
@@ -70,8 +70,13 @@ class ControlClient:
             except WireError as error:
                 # A command that is passed over would leave its request waiting: the stream ends, and this life with it.
                 logger.error("the coordinator sent a malformed command: %s", error)
+            except asyncio.CancelledError:
+                if not outbox.has_overflowed:
+                    raise
+                logger.error("the coordinator does not take messages")
             finally:
-                self._outgoing = None
+                self._outbox = None
+                outbox.close()
                 call.cancel()
                 self._post(ev.CoordinatorLost())
         return is_open
@@ -80,11 +85,6 @@ class ControlClient:
         """Raises: WireError."""
         command, body = decode_command(envelope)
         self._post(ev.CommandReceived(command=command, body=body))
-
-
-async def _messages(outgoing: _Outgoing) -> AsyncIterator[control_pb2.WorkerEnvelope]:
-    while True:
-        yield await outgoing.get()
 
 
 def _describe(error: BaseException) -> str:

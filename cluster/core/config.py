@@ -33,6 +33,8 @@ MAX_BLOCK_SIZE: Final = 256
 MAX_QUEUE: Final = 1_000_000
 MAX_SECONDS: Final = 3600.0
 DEFAULT_KV_BYTES: Final = 512 * 2**20
+CHUNK_TOKENS: Final = 256
+LOCAL_CHUNK_TOKENS: Final = 64
 
 _NAME_PATTERN: Final = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _NAME_EXPECTED: Final = "a name of lower-case letters, digits and inner hyphens, at most 63 characters"
@@ -73,7 +75,7 @@ class PoolConfig:
     kv_blocks: int | None = None
     kv_bytes: int | None = DEFAULT_KV_BYTES
     max_step_tokens: int = 512
-    prefill_chunk_tokens: int = 256
+    prefill_chunk_tokens: int = CHUNK_TOKENS
     max_running: int = 64
 
 
@@ -195,9 +197,13 @@ def _parse_pools(root: Section, model: ModelConfig, kv: KVConfig) -> tuple[PoolC
     sections = root.sections("pools")
     if len(sections) > MAX_POOLS:
         root.refuse("pools", f"{len(sections)} pools", f"at most {MAX_POOLS}")
+    roles = [Role(section.choice("role", tuple(role.value for role in Role))) for section in sections]
     pools: list[PoolConfig] = []
-    for section in sections:
-        pool = _parse_pool(section, model, kv)
+    for section, role in zip(sections, roles, strict=True):
+        # Beside prefill workers, decode reads a prompt only in need: in small chunks, since each one holds up
+        # everybody's next token.
+        is_local = role is Role.DECODE and Role.PREFILL in roles
+        pool = _parse_pool(section, role, LOCAL_CHUNK_TOKENS if is_local else CHUNK_TOKENS, model, kv)
         if any(other.name == pool.name for other in pools):
             section.refuse("name", f"{pool.name!r} a second time", "a name of its own for every pool")
         pools.append(pool)
@@ -206,9 +212,9 @@ def _parse_pools(root: Section, model: ModelConfig, kv: KVConfig) -> tuple[PoolC
     return tuple(pools)
 
 
-def _parse_pool(section: Section, model: ModelConfig, kv: KVConfig) -> PoolConfig:
+def _parse_pool(section: Section, role: Role, chunk_tokens: int, model: ModelConfig, kv: KVConfig) -> PoolConfig:
+    """`chunk_tokens`: the default for prefill_chunk_tokens, where max_step_tokens allows it."""
     name = section.text("name", pattern=_NAME_PATTERN, expected=_NAME_EXPECTED)
-    role = Role(section.choice("role", tuple(role.value for role in Role)))
     replicas = section.integer("replicas", default=1, minimum=1, maximum=MAX_REPLICAS)
     kv_blocks = section.optional_integer("kv_blocks", minimum=1, maximum=MAX_KV_BLOCKS)
     kv_bytes = section.optional_size_bytes("kv_memory", minimum=MIN_KV_BYTES, maximum=MAX_KV_BYTES)
@@ -227,7 +233,10 @@ def _parse_pool(section: Section, model: ModelConfig, kv: KVConfig) -> PoolConfi
         kv_bytes=kv_bytes,
         max_step_tokens=max_step_tokens,
         prefill_chunk_tokens=section.integer(
-            "prefill_chunk_tokens", default=min(256, max_step_tokens), minimum=1, maximum=max_step_tokens
+            "prefill_chunk_tokens",
+            default=min(max(chunk_tokens, kv.block_size), max_step_tokens),
+            minimum=1,
+            maximum=max_step_tokens,
         ),
         max_running=section.integer(
             "max_running", default=max(1, min(64, max_step_tokens - kv.block_size)), minimum=1, maximum=MAX_RUNNING

@@ -10,10 +10,10 @@ import grpc.aio
 
 from baton.v1 import control_pb2, control_pb2_grpc
 from cluster.core.messages import FrontHello, FrontMessage, FrontWelcome, ToFrontMessage
-from cluster.front.stream_outbox import StreamOutbox
 from cluster.wire.channels import make_channel
 from cluster.wire.codec import decode_to_front, encode_body, encode_front
 from cluster.wire.mirror import WireError
+from cluster.wire.stream_outbox import StreamOutbox
 from engine.core.request import RequestBody
 
 RECONNECT_DELAY_S = 0.2
@@ -55,7 +55,7 @@ class CoordinatorLink:
     def send(self, message: FrontMessage, body: RequestBody | None = None) -> None:
         """Dropped while there is no stream: its users ask again once it is regained."""
         if self._outbox is not None and self.is_up:
-            self._outbox.put(encode_front(message, None if body is None else encode_body(body)))
+            self._outbox.send(encode_front(message, None if body is None else encode_body(body)))
 
     async def run(self) -> None:
         """Keeps a stream open until cancelled."""
@@ -74,7 +74,7 @@ class CoordinatorLink:
     async def _run_stream(self, channel: grpc.aio.Channel) -> str:
         """Opens one stream and serves it; returns why it ended."""
         outbox = self._outbox = StreamOutbox[control_pb2.FrontEnvelope]()
-        outbox.put(encode_front(self._listener.hello()))
+        outbox.send(encode_front(self._listener.hello()))
         call = control_pb2_grpc.CoordinatorStub(channel).ConnectFront(outbox.messages())
         outbox.cancel = call.cancel
         envelopes = aiter(call)

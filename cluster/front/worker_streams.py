@@ -11,10 +11,10 @@ import grpc.aio
 from baton.v1 import tokens_pb2, tokens_pb2_grpc
 from cluster.core.ids import AttemptId, FrontId, WorkerId
 from cluster.core.messages import Forget, StreamHello, TokenBatch, Watch, WorkerRef
-from cluster.front.stream_outbox import StreamOutbox
 from cluster.wire.channels import make_channel
 from cluster.wire.codec import decode_batch, encode_token_request
 from cluster.wire.mirror import WireError
+from cluster.wire.stream_outbox import StreamOutbox
 
 CONNECT_TIMEOUT_S = 2.0
 RECONNECT_DELAY_S = 0.2
@@ -52,13 +52,13 @@ class WorkerStreams:
             stream = self._streams[ref.worker] = _WorkerStream(self._front, ref, self._listener)
             stream.task = asyncio.create_task(self._keep(ref.worker, stream))
         elif stream.outbox is not None:
-            stream.outbox.put(encode_token_request(watch))
+            stream.outbox.send(encode_token_request(watch))
         return stream.down_reason
 
     def forget(self, worker: WorkerId, attempt: AttemptId) -> None:
         stream = self._streams.get(worker)
         if stream is not None and stream.outbox is not None:
-            stream.outbox.put(encode_token_request(Forget(attempt=attempt)))
+            stream.outbox.send(encode_token_request(Forget(attempt=attempt)))
 
     async def _keep(self, worker: WorkerId, stream: _WorkerStream) -> None:
         reason = "it is not needed any more"
@@ -104,7 +104,7 @@ class _WorkerStream:
     async def _run_stream(self, channel: grpc.aio.Channel) -> str:
         """Opens one stream and reads it; returns why it ended."""
         outbox = StreamOutbox[tokens_pb2.TokenEnvelope]()
-        outbox.put(encode_token_request(StreamHello(front=self._front)))
+        outbox.send(encode_token_request(StreamHello(front=self._front)))
         call = tokens_pb2_grpc.TokensStub(channel).Stream(outbox.messages())
         outbox.cancel = call.cancel
         try:

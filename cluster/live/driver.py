@@ -18,13 +18,13 @@ from cluster.core.ids import FrontId, WorkerId
 from cluster.core.limits import NS_PER_S
 from cluster.core.messages import FrontMessage, Resubmit, Submit, WorkerMessage, WorkerRefused
 from cluster.core.state import ClusterState
-from cluster.live.outgoing import OutgoingStream
 from cluster.wire.codec import encode_command, encode_to_front
+from cluster.wire.stream_outbox import StreamOutbox
 
 logger = logging.getLogger(__name__)
 
-FrontStream = OutgoingStream[control_pb2.ToFrontEnvelope]
-WorkerStream = OutgoingStream[control_pb2.Command]
+FrontStream = StreamOutbox[control_pb2.ToFrontEnvelope]
+WorkerStream = StreamOutbox[control_pb2.Command]
 EndWorker = Callable[[WorkerId, str], None]
 """Ends the process of that life of a worker, if it still runs; must not wait."""
 
@@ -116,7 +116,7 @@ class Driver:
 
     def check_invariants(self) -> None:
         self.state.check_invariants()
-        assert all(not stream.closed or stream.overflowed for stream in self._fronts.values())
+        assert all(not stream.is_closed or stream.has_overflowed for stream in self._fronts.values())
 
     def _handle(self, event: events.Event) -> None:
         if self.failure.done():

@@ -51,6 +51,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         self._driver.front_joined(hello.front, stream)
         self._driver.front_said(hello.front, hello, None)
         reader = asyncio.create_task(self._read_front(hello.front, request_iterator, stream))
+        stream.cancel = lambda: _soon(reader.cancel, lambda: self._driver.front_left(hello.front, stream))
         try:
             async for message in stream.messages():
                 yield message
@@ -90,6 +91,9 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         self._driver.worker_joined(worker, stream)
         self._driver.worker_said(worker, hello)
         reader = asyncio.create_task(self._read_worker(worker, request_iterator, stream))
+        stream.cancel = lambda: _soon(
+            reader.cancel, lambda: self._driver.worker_left(worker, stream, _why_left(stream))
+        )
         try:
             async for command in stream.messages():
                 yield command
@@ -103,7 +107,10 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
     ) -> None:
         try:
             async for envelope in requests:
-                self._driver.worker_said(worker, decode_worker(envelope))
+                message = decode_worker(envelope)
+                if isinstance(message, WorkerHello):
+                    raise WireError("worker_hello comes once")
+                self._driver.worker_said(worker, message)
         except WireError as error:
             logger.warning("worker %s sent a malformed message: %s", worker, error)
         except grpc.aio.AbortError as error:
@@ -150,15 +157,27 @@ async def _decoded(decode: Callable[[EnvelopeT], MessageT], envelope: EnvelopeT,
     raise AssertionError("abort returned")
 
 
+def _soon(*calls: Callable[[], object]) -> None:
+    """Once the driver, in whose midst this is called, has done what it is at.
+
+    A call whose peer does not read cannot be ended from here: its writer waits until the connection breaks. For the
+    state machine the peer is gone all the same.
+    """
+    for call in calls:
+        asyncio.get_running_loop().call_soon(call)
+
+
 def _why_left(stream: WorkerStream) -> str:
-    return "it did not take its commands" if stream.overflowed else "its control stream ended"
+    return "it did not take its commands" if stream.has_overflowed else "its control stream ended"
 
 
 def _message_and_body(
     envelope: control_pb2.FrontEnvelope,
 ) -> tuple[FrontMessage, control_pb2.RequestBody | None]:
-    """Raises WireError also where a message that needs a body comes without one."""
+    """Of every message but the first. Raises WireError also where one that needs a body comes without it."""
     message = decode_front(envelope)
+    if isinstance(message, FrontHello):
+        raise WireError("front_hello comes once")
     if not isinstance(message, Submit | Resubmit):
         return message, None
     if not envelope.HasField("body"):

@@ -57,6 +57,7 @@ from cluster.live import services
 from cluster.live.coordinator import CoordinatorSettings, run_coordinator
 from cluster.wire.channels import PortInUseError, make_channel
 from cluster.wire.codec import decode_command, decode_to_front, encode_body, encode_front, encode_worker
+from cluster.wire.stream_outbox import StreamOutbox
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
 
@@ -399,6 +400,46 @@ def test_a_malformed_message_ends_that_front_alone() -> None:
         assert isinstance(ended, EndRequest | Refused) and ended.request_id == "other"
 
     run(scenario)
+
+
+def test_a_second_hello_ends_that_stream_alone() -> None:
+    async def scenario(coordinator: Running) -> None:
+        front, _, decode = await joined(coordinator)
+        await front.say(FrontHello(front=FrontId("g", 1), address="127.0.0.1:1"))
+        assert await front.hear() is None
+        await decode.say(coordinator.hello("d-1", Role.DECODE, 1))
+        assert await decode.hear() is None
+        assert (await coordinator.until(lambda status: status.num_fronts == 0)).cluster == "test"
+
+    run(scenario)
+
+
+def test_a_front_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stream's writer waits for it, so the word that it is over must come from outside."""
+    monkeypatch.setattr(
+        "cluster.live.services.FrontStream", lambda: StreamOutbox[control_pb2.ToFrontEnvelope](limit=64)
+    )
+
+    async def scenario(coordinator: Running) -> None:
+        # A connection of its own: one that is not read holds up everything on it.
+        async with make_channel(coordinator.address) as channel:
+            call = control_pb2_grpc.CoordinatorStub(channel).ConnectFront()
+            deaf = Peer(call, encode_front, decode_to_front)
+            await deaf.say(FrontHello(front=FrontId("deaf", 1), address="127.0.0.1:1"))
+            await coordinator.until(lambda status: status.num_fronts == 1)
+
+            async def submit_on() -> None:
+                # Every one after the first is refused; the refusals, which carry the long id, are never read.
+                for number in range(2_000):
+                    await call.write(encode_front(*submit(f"{number}-" + "x" * 20_000, num_tokens=1)))
+
+            submitting = asyncio.create_task(submit_on())
+            await coordinator.until(lambda status: status.num_fronts == 0)
+            submitting.cancel()
+            call.cancel()
+            await asyncio.wait({submitting})
+
+    run(scenario, make_config(queue_limit=1))
 
 
 def test_a_port_in_use_is_an_error_at_start() -> None:

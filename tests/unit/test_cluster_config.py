@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from cluster.agent.limits import AgentLimits
-from cluster.core.config import DEFAULT_KV_BYTES, MAX_RUNNING, ClusterConfig, parse_cluster_config
+from cluster.core.config import (
+    CHUNK_TOKENS,
+    DEFAULT_KV_BYTES,
+    LOCAL_CHUNK_TOKENS,
+    MAX_RUNNING,
+    ClusterConfig,
+    parse_cluster_config,
+)
 from cluster.core.config_reader import KeyPath
 from cluster.core.errors import ConfigError
 from cluster.core.ids import Role
@@ -95,6 +102,13 @@ def test_every_option_is_read() -> None:
 def test_short_steps_leave_room_for_prompts_beside_the_answers() -> None:
     pool = _parse({**MINIMAL, "pools": _pools(max_step_tokens=64)}).pools[1]
     assert (pool.max_running, pool.prefill_chunk_tokens) == (48, 64)
+
+
+def test_decode_reads_prompts_in_small_chunks_where_it_is_not_its_work() -> None:
+    beside, alone = _parse({**MINIMAL, "pools": _pools()}), _parse({**MINIMAL, "pools": _pools()[1:]})
+    assert [pool.prefill_chunk_tokens for pool in beside.pools] == [CHUNK_TOKENS, LOCAL_CHUNK_TOKENS]
+    assert alone.pools[0].prefill_chunk_tokens == CHUNK_TOKENS
+    assert _parse({**MINIMAL, "pools": _pools(prefill_chunk_tokens=96)}).pools[1].prefill_chunk_tokens == 96
 
 
 def test_a_worker_takes_as_many_requests_as_the_file_may_say() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from cluster.core.messages import TokenInfo
 from cluster.front.client_output import MAX_WAITING_TOKENS, ClientOutput
-from cluster.front.stream_outbox import MAX_WAITING_MESSAGES, StreamOutbox
 
 
 def _tokens(*ids: int) -> list[TokenInfo]:
@@ -44,26 +41,3 @@ def test_a_client_that_does_not_read_is_noticed() -> None:
     assert output.is_overflowing
     output.take()
     assert not output.is_overflowing
-
-
-def test_an_outbox_is_bounded_and_gives_its_stream_up() -> None:
-    cancelled: list[bool] = []
-    outbox = StreamOutbox[int]()
-    outbox.cancel = lambda: cancelled.append(True)
-    for number in range(MAX_WAITING_MESSAGES):
-        outbox.put(number)
-    assert not cancelled and not outbox.has_overflowed
-    outbox.put(-1)
-    outbox.put(-2)
-    assert cancelled == [True] and outbox.has_overflowed
-
-
-def test_an_outbox_keeps_the_order_and_ends_when_closed() -> None:
-    async def run() -> list[int]:
-        outbox = StreamOutbox[int]()
-        for number in range(3):
-            outbox.put(number)
-        outbox.close()
-        return [number async for number in outbox.messages()]
-
-    assert asyncio.run(run()) == [0, 1, 2]

@@ -13,7 +13,6 @@ from cluster.core.errors import StartupError
 from cluster.live.cluster_record import ClusterRecord, ClusterRecords
 from cluster.live.environment import read_environment
 from cluster.live.hosted_loop import HostedLoop, OnReady, Phase, ProgramReport, describe_error
-from cluster.live.outgoing import OutgoingStream
 from cluster.live.ray_head import MAX_TEMP_DIR_CHARS, make_temp_dir, remove_temp_dir
 from cluster.live.reachability import is_loopback, peer_host_of, split_address, why_unreachable
 
@@ -21,34 +20,6 @@ TIMEOUT_S = 10.0
 RECORD = ClusterRecord(
     name="c", run_id="r", phase="starting", launcher_pid=1, launcher_started_s=2.5, ray_owned=True, ray_temp_dir="/t"
 )
-
-
-# ---- the outgoing queue ----
-
-
-def drained(stream: OutgoingStream[int]) -> list[int]:
-    async def drain() -> list[int]:
-        return [message async for message in stream.messages()]
-
-    return asyncio.run(drain())
-
-
-def test_messages_leave_in_order_and_closing_comes_after_them() -> None:
-    stream: OutgoingStream[int] = OutgoingStream()
-    for number in range(3):
-        stream.send(number)
-    stream.close()
-    stream.send(99)
-    assert drained(stream) == [0, 1, 2]
-    assert not stream.overflowed
-
-
-def test_a_peer_that_does_not_read_is_cut_off_at_the_limit() -> None:
-    stream: OutgoingStream[int] = OutgoingStream(limit=2)
-    for number in range(3):
-        stream.send(number)
-    assert stream.closed and stream.overflowed
-    assert drained(stream) == [0, 1]
 
 
 # ---- the hosted loop ----
