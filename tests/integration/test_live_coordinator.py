@@ -388,12 +388,15 @@ def test_a_front_that_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -
     run(scenario)
 
 
-def test_a_malformed_message_ends_that_front_alone() -> None:
+@pytest.mark.parametrize("body", [None, control_pb2.RequestBody(prompt_ids=[1])], ids=["absent", "unreadable"])
+def test_a_malformed_message_ends_that_front_alone(body: control_pb2.RequestBody | None) -> None:
+    """A body whose parameters are not filled in would end every worker that it is given to."""
+
     async def scenario(coordinator: Running) -> None:
         bad = await coordinator.front("bad")
         good = await coordinator.front("good")
         message, _ = submit()
-        await bad.call.write(encode_front(message))  # without its body
+        await bad.call.write(encode_front(message, body))
         assert await bad.hear() is None
         await good.say(*submit("other", deadline_ms=50))
         ended: ToFrontMessage = await good.hear()
