@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.core.ids import FrontId
-from cluster.core.messages import RankEndpoint, TokenRun, WorkerMessage
+from cluster.core.messages import RankEndpoint, WorkerMessage
+from cluster.core.token_messages import TokenRun
 from engine.core.step import StepPlan
 from kv_transfer.protocol.messages import CancelWrite, FencePeer, SendMessage, VerifyBlocks, WriteBlocks
 from kv_transfer.transport.base import PeerId

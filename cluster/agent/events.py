@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.core.ids import FrontId
-from cluster.core.messages import Command, Forget, Watch
+from cluster.core.messages import Command
+from cluster.core.token_messages import Forget, Watch
 from engine.core.request import RequestBody
 from engine.core.step import StepResult
 from kv_transfer.protocol.messages import PushKey, PushMessage

@@ -29,10 +29,10 @@ from cluster.core.messages import (
     ReserveGranted,
     ReserveRefused,
     RunLocal,
-    TokenInfo,
     WorkerMessage,
     WorkerRef,
 )
+from cluster.core.token_messages import TokenInfo
 from engine.core.block_hash import extra_key, hash_blocks
 from engine.core.block_pool import BlockPool
 from engine.core.errors import OutOfBlocksError, SchedulerFullError, StaleGenerationError

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from cluster.agent.effects import SendRuns
 from cluster.agent.limits import AgentLimits
 from cluster.core.ids import AttemptId, FrontId, Outcome
-from cluster.core.messages import Forget, LegTimeline, TokenInfo, TokenRun, Watch
+from cluster.core.messages import LegTimeline
+from cluster.core.token_messages import Forget, TokenInfo, TokenRun, Watch
 
 RecordKey = tuple[AttemptId, int]
 """Attempt and choice."""

@@ -13,7 +13,7 @@ import grpc.aio
 from baton.v1 import tokens_pb2, tokens_pb2_grpc
 from cluster.agent import events as ev
 from cluster.core.ids import FrontId, WorkerId
-from cluster.core.messages import StreamHello, TokenBatch, TokenRun
+from cluster.core.token_messages import StreamHello, TokenBatch, TokenRun
 from cluster.wire.codec import decode_token_request, encode_batch
 from cluster.wire.mirror import WireError
 

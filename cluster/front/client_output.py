@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from baton.v1 import inference_pb2
-from cluster.core.messages import TokenInfo
+from cluster.core.token_messages import TokenInfo
 from cluster.front.request_effects import End
 
 MAX_WAITING_TOKENS = 4096

@@ -34,10 +34,9 @@ from cluster.core.messages import (
     Resubmit,
     StreamLost,
     Submit,
-    TokenInfo,
-    Watch,
     WorkerRef,
 )
+from cluster.core.token_messages import TokenInfo, Watch
 from cluster.front.request_effects import Deliver, Effect, End, ForgetWorker, ToCoordinator, WatchWorker
 from cluster.front.request_events import (
     ClientGone,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.core.ids import AttemptId, Outcome, WorkerId
-from cluster.core.messages import FrontMessage, TokenInfo, Watch, WorkerRef
+from cluster.core.messages import FrontMessage, WorkerRef
+from cluster.core.token_messages import TokenInfo, Watch
 from cluster.front.request_timeline import RequestReport
 from engine.core.request import RequestBody
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.core.ids import WorkerId
-from cluster.core.messages import AttemptFailed, EndRequest, Placed, Refused, TokenRun
+from cluster.core.messages import AttemptFailed, EndRequest, Placed, Refused
+from cluster.core.token_messages import TokenRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

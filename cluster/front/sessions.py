@@ -12,15 +12,8 @@ from collections.abc import Callable
 from cluster.core.errors import DuplicateRequestError
 from cluster.core.ids import FrontId, Outcome, WorkerId
 from cluster.core.limits import NS_PER_S
-from cluster.core.messages import (
-    CancelRequest,
-    EndRequest,
-    FrontHello,
-    FrontWelcome,
-    Refused,
-    ToFrontMessage,
-    TokenBatch,
-)
+from cluster.core.messages import CancelRequest, EndRequest, FrontHello, FrontWelcome, Refused, ToFrontMessage
+from cluster.core.token_messages import TokenBatch
 from cluster.front import request_effects as effects
 from cluster.front import request_events as events
 from cluster.front.client_output import MAX_WAITING_TOKENS, ClientOutput

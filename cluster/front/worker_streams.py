@@ -10,7 +10,8 @@ import grpc.aio
 
 from baton.v1 import tokens_pb2, tokens_pb2_grpc
 from cluster.core.ids import AttemptId, FrontId, WorkerId
-from cluster.core.messages import Forget, StreamHello, TokenBatch, Watch, WorkerRef
+from cluster.core.messages import WorkerRef
+from cluster.core.token_messages import Forget, StreamHello, TokenBatch, Watch
 from cluster.wire.channels import make_channel
 from cluster.wire.codec import decode_batch, encode_token_request
 from cluster.wire.mirror import WireError

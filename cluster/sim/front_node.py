@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.core.ids import FrontId, WorkerId
-from cluster.core.messages import Forget, FrontHello, FrontWelcome, StreamHello, ToFrontMessage, TokenBatch, WorkerRef
+from cluster.core.messages import FrontHello, FrontWelcome, ToFrontMessage, WorkerRef
+from cluster.core.token_messages import Forget, StreamHello, TokenBatch
 from cluster.front import request_effects as effects
 from cluster.front import request_events as events
 from cluster.front.request import FrontRequest

@@ -11,7 +11,8 @@ from cluster.agent import effects, events
 from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.state import WorkerState
 from cluster.core.ids import FrontId, WorkerId
-from cluster.core.messages import Command, StreamHello, TokenBatch, TokenRequest
+from cluster.core.messages import Command
+from cluster.core.token_messages import StreamHello, TokenBatch, TokenRequest
 from cluster.sim.coordinator_node import ADDRESS, Envelope
 from cluster.sim.engine_model import StepCost, run_plan
 from cluster.sim.fabric import Fabric

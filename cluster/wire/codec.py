@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from baton.v1 import control_pb2, inference_pb2, tokens_pb2
-from cluster.core import messages
+from cluster.core import messages, token_messages
 from cluster.core.ids import AttemptId, Outcome, WorkerId
 from cluster.wire.mirror import WireError, from_message, to_message
 from engine.core.request import RequestBody
@@ -55,9 +55,9 @@ _COMMAND: dict[str, type] = {
     "peer_lost": messages.PeerLost,
 }
 _TOKEN_REQUEST: dict[str, type] = {
-    "stream_hello": messages.StreamHello,
-    "watch": messages.Watch,
-    "forget": messages.Forget,
+    "stream_hello": token_messages.StreamHello,
+    "watch": token_messages.Watch,
+    "forget": token_messages.Forget,
 }
 _FIELD_OF: dict[type, str] = {
     cls: name for table in (_FRONT, _TO_FRONT, _WORKER, _COMMAND, _TOKEN_REQUEST) for name, cls in table.items()
@@ -136,13 +136,13 @@ def decode_command(envelope: control_pb2.Command) -> tuple[messages.Command, Req
     return command, None
 
 
-def encode_token_request(message: messages.TokenRequest) -> tokens_pb2.TokenEnvelope:
+def encode_token_request(message: token_messages.TokenRequest) -> tokens_pb2.TokenEnvelope:
     envelope = tokens_pb2.TokenEnvelope()
     _fill(message, envelope)
     return envelope
 
 
-def decode_token_request(envelope: tokens_pb2.TokenEnvelope) -> messages.TokenRequest:
+def decode_token_request(envelope: tokens_pb2.TokenEnvelope) -> token_messages.TokenRequest:
     return _read(_TOKEN_REQUEST, "message", envelope)  # type: ignore[no-any-return]
 
 
@@ -210,7 +210,7 @@ def decode_body(message: control_pb2.RequestBody) -> RequestBody:
     )
 
 
-def encode_batch(batch: messages.TokenBatch) -> tokens_pb2.TokenBatch:
+def encode_batch(batch: token_messages.TokenBatch) -> tokens_pb2.TokenBatch:
     message = tokens_pb2.TokenBatch()
     message.worker.name = batch.worker.name
     message.worker.incarnation = batch.worker.incarnation
@@ -231,20 +231,20 @@ def encode_batch(batch: messages.TokenBatch) -> tokens_pb2.TokenBatch:
     return message
 
 
-def decode_batch(message: tokens_pb2.TokenBatch) -> messages.TokenBatch:
-    return messages.TokenBatch(
+def decode_batch(message: tokens_pb2.TokenBatch) -> token_messages.TokenBatch:
+    return token_messages.TokenBatch(
         worker=WorkerId(message.worker.name, message.worker.incarnation),
         runs=tuple(_decode_run(run) for run in message.runs),
     )
 
 
-def _decode_run(run: tokens_pb2.TokenRun) -> messages.TokenRun:
-    return messages.TokenRun(
+def _decode_run(run: tokens_pb2.TokenRun) -> token_messages.TokenRun:
+    return token_messages.TokenRun(
         attempt=AttemptId(run.attempt.request_id, run.attempt.attempt),
         choice=run.choice,
         position=run.position,
         tokens=tuple(
-            messages.TokenInfo(
+            token_messages.TokenInfo(
                 token_id=token.token_id,
                 logprob=token.logprob if token.HasField("logprob") else None,
                 top=tuple((top.token_id, top.logprob) for top in token.top),

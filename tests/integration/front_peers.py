@@ -20,7 +20,6 @@ from cluster.core.ids import AttemptId, Outcome, WorkerId
 from cluster.core.messages import (
     AttemptFailed,
     EndRequest,
-    Forget,
     FrontHello,
     FrontMessage,
     FrontWelcome,
@@ -28,15 +27,10 @@ from cluster.core.messages import (
     Placed,
     Refused,
     Resubmit,
-    StreamHello,
     Submit,
-    TokenBatch,
-    TokenInfo,
-    TokenRequest,
-    TokenRun,
-    Watch,
     WorkerRef,
 )
+from cluster.core.token_messages import Forget, StreamHello, TokenBatch, TokenInfo, TokenRequest, TokenRun, Watch
 from cluster.front.request_spec import RequestLimits
 from cluster.front.server import run_front
 from cluster.front.settings import FrontSettings

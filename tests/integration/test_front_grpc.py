@@ -22,15 +22,14 @@ from cluster.core.ids import Outcome
 from cluster.core.messages import (
     CancelRequest,
     EndRequest,
-    Forget,
     FrontHello,
     Refused,
     RequestDone,
     Resubmit,
     StreamLost,
     Submit,
-    Watch,
 )
+from cluster.core.token_messages import Forget, Watch
 from cluster.front.inference import INLINE_PROMPT_LENGTH
 from cluster.front.request_spec import RequestLimits
 from engine.core.block_hash import extra_key, hash_blocks

@@ -8,7 +8,8 @@ from baton.v1 import tokens_pb2_grpc
 from cluster.agent import events as ev
 from cluster.agent.token_server import TokenService
 from cluster.core.ids import AttemptId, FrontId, WorkerId
-from cluster.core.messages import TokenBatch, TokenInfo, TokenRun, Watch, WorkerRef
+from cluster.core.messages import WorkerRef
+from cluster.core.token_messages import TokenBatch, TokenInfo, TokenRun, Watch
 from cluster.front.worker_streams import WorkerStreams
 from cluster.wire.channels import LOOPBACK, bind, make_server
 

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cluster.agent import events as ev
 from cluster.core.ids import Outcome
-from cluster.core.messages import Watch
+from cluster.core.token_messages import Watch
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
 from tests.support.toy_engine import undisturbed

@@ -21,7 +21,6 @@ from cluster.core.messages import (
     AttemptFailed,
     CancelRequest,
     EndRequest,
-    Forget,
     FrontHello,
     FrontMessage,
     LegTimeline,
@@ -29,12 +28,10 @@ from cluster.core.messages import (
     Refused,
     RequestDone,
     Resubmit,
-    StreamHello,
     Submit,
-    TokenRun,
-    Watch,
     WorkerRef,
 )
+from cluster.core.token_messages import Forget, StreamHello, TokenRun, Watch
 from cluster.live.coordinator import CoordinatorSettings, run_coordinator
 from cluster.wire.channels import make_channel
 from cluster.wire.codec import (

@@ -22,7 +22,6 @@ from cluster.core.messages import (
     CommandBody,
     Committed,
     Finished,
-    Forget,
     LegFailed,
     LegReleased,
     PeerFenced,
@@ -35,14 +34,13 @@ from cluster.core.messages import (
     ReserveRefused,
     RunLocal,
     SenderStopped,
-    TokenRun,
-    Watch,
     WorkerHello,
     WorkerLoad,
     WorkerMessage,
     WorkerRef,
     WorkerWelcome,
 )
+from cluster.core.token_messages import Forget, TokenRun, Watch
 from engine.core.request import RequestBody
 from engine.core.scheduler import SchedulerConfig
 from engine.core.step import StepPlan

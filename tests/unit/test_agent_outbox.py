@@ -7,7 +7,8 @@ import pytest
 from cluster.agent.limits import AgentLimits
 from cluster.agent.outbox import Outbox
 from cluster.core.ids import AttemptId, FrontId, Outcome
-from cluster.core.messages import Forget, LegTimeline, TokenInfo, TokenRun, Watch
+from cluster.core.messages import LegTimeline
+from cluster.core.token_messages import Forget, TokenInfo, TokenRun, Watch
 
 FRONT = FrontId("f", 1)
 ATTEMPT = AttemptId("r", 1)

@@ -13,7 +13,6 @@ from cluster.core.ids import AttemptId, FrontId, Outcome, WorkerId
 from cluster.core.messages import (
     CancelLeg,
     Command,
-    Forget,
     Heartbeat,
     LegFailed,
     LegReleased,
@@ -23,11 +22,11 @@ from cluster.core.messages import (
     ReserveRefused,
     RunLocal,
     SenderStopped,
-    Watch,
     WorkerHello,
     WorkerRefused,
     WorkerWelcome,
 )
+from cluster.core.token_messages import Forget, Watch
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
 from engine.core.step import StepPlan, StepResult

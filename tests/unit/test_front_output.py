@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.core.messages import TokenInfo
+from cluster.core.token_messages import TokenInfo
 from cluster.front.client_output import MAX_WAITING_TOKENS, ClientOutput
 
 

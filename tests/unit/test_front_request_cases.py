@@ -17,11 +17,9 @@ from cluster.core.messages import (
     Resubmit,
     StreamLost,
     Submit,
-    TokenInfo,
-    TokenRun,
-    Watch,
     WorkerRef,
 )
+from cluster.core.token_messages import TokenInfo, TokenRun, Watch
 from cluster.front import request_events as events
 from cluster.front.request import FrontRequest, Phase
 from cluster.front.request_effects import Deliver, Effect, End, ForgetWorker, ToCoordinator, WatchWorker

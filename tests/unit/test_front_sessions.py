@@ -10,17 +10,8 @@ import pytest
 
 from cluster.core.errors import DuplicateRequestError
 from cluster.core.ids import AttemptId, FrontId, Outcome, WorkerId
-from cluster.core.messages import (
-    CancelRequest,
-    EndRequest,
-    Placed,
-    Refused,
-    Submit,
-    TokenBatch,
-    TokenInfo,
-    TokenRun,
-    WorkerRef,
-)
+from cluster.core.messages import CancelRequest, EndRequest, Placed, Refused, Submit, WorkerRef
+from cluster.core.token_messages import TokenBatch, TokenInfo, TokenRun
 from cluster.front.client_output import ClientOutput
 from cluster.front.request_spec import RequestLimits, RequestSpec
 from cluster.front.sessions import Sessions

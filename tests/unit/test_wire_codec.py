@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.v1 import control_pb2, inference_pb2, tokens_pb2
-from cluster.core import messages
+from cluster.core import messages, token_messages
 from cluster.core.ids import Outcome, Role, WorkerId
 from cluster.wire import codec
 from cluster.wire.mirror import WireError
@@ -92,20 +92,20 @@ def test_commands_round_trip_with_their_body(content: messages.CommandBody, epoc
 
 
 @settings(max_examples=100, deadline=None)
-@given(_union(*typing.get_args(messages.TokenRequest)))
-def test_token_requests_round_trip(message: messages.TokenRequest) -> None:
+@given(_union(*typing.get_args(token_messages.TokenRequest)))
+def test_token_requests_round_trip(message: token_messages.TokenRequest) -> None:
     wire = tokens_pb2.TokenEnvelope.FromString(codec.encode_token_request(message).SerializeToString())
     assert codec.decode_token_request(wire) == message
 
 
 _TOKEN = st.builds(
-    messages.TokenInfo,
+    token_messages.TokenInfo,
     token_id=st.integers(0, 2**31),
     logprob=st.floats(-100, 0, width=32),
     top=st.lists(st.tuples(st.integers(0, 2**31), st.floats(-100, 0, width=32)), max_size=3).map(tuple),
-) | st.builds(messages.TokenInfo, token_id=st.integers(0, 2**31))
+) | st.builds(token_messages.TokenInfo, token_id=st.integers(0, 2**31))
 _RUN = st.builds(
-    messages.TokenRun,
+    token_messages.TokenRun,
     attempt=_strategy(messages.AttemptId),
     choice=st.integers(0, 5),
     position=st.integers(0, 2**20),
@@ -118,8 +118,8 @@ _RUN = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(_RUN, max_size=3))
-def test_token_batches_round_trip(runs: list[messages.TokenRun]) -> None:
-    batch = messages.TokenBatch(worker=WorkerId("d0", 7), runs=tuple(runs))
+def test_token_batches_round_trip(runs: list[token_messages.TokenRun]) -> None:
+    batch = token_messages.TokenBatch(worker=WorkerId("d0", 7), runs=tuple(runs))
     wire = tokens_pb2.TokenBatch.FromString(codec.encode_batch(batch).SerializeToString())
     assert codec.decode_batch(wire) == batch
 
@@ -135,12 +135,15 @@ def test_enumerations_have_the_same_numbers_and_names_on_both_sides() -> None:
 
 
 def test_every_wire_message_mirrors_its_class_field_by_field() -> None:
-    for name in control_pb2.DESCRIPTOR.message_types_by_name:
-        cls = getattr(messages, name, None)
-        if cls is None or name == "Command":
-            continue
-        wire_fields = set(control_pb2.DESCRIPTOR.message_types_by_name[name].fields_by_name)
-        assert wire_fields == {field.name for field in dataclasses.fields(cls)}, name
+    num_checked = 0
+    for contract, classes in ((control_pb2, messages), (tokens_pb2, token_messages)):
+        for name, message_type in contract.DESCRIPTOR.message_types_by_name.items():
+            cls = getattr(classes, name, None)
+            if cls is None or name == "Command":
+                continue
+            assert set(message_type.fields_by_name) == {field.name for field in dataclasses.fields(cls)}, name
+            num_checked += 1
+    assert num_checked > 35
 
 
 @pytest.mark.parametrize(
