@@ -39,8 +39,12 @@ from engine.core.sampling import SEED_LIMIT
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 MAX_OPEN_REQUESTS = 8192
-MAX_DETAILS_CHARACTERS = 1024
-"""Error messages quote what the client sent; trailers must stay small."""
+MAX_DETAILS_CHARACTERS = 512
+"""Error messages quote what the client sent. A character takes up to 12 bytes in a trailer, and clients take trailers
+of up to 8 KiB: of a longer message they would not even get the status."""
+
+MAX_DEADLINE_S = 30 * 24 * 3600.0
+"""A client's deadline further away than this counts as none; the coordinator is told it in 32 bits of milliseconds."""
 
 RETRY_WHEN_FULL_MS = 1000
 NUM_TOKENISER_THREADS = 2
@@ -124,7 +128,9 @@ class InferenceService:
 
     def _deadline_ns(self, context: _Context) -> int | None:
         remaining_s = context.time_remaining()
-        return None if remaining_s is None else self._sessions.now_ns() + int(remaining_s * NS_PER_S)
+        if remaining_s is None or remaining_s > MAX_DEADLINE_S:
+            return None
+        return self._sessions.now_ns() + int(remaining_s * NS_PER_S)
 
     async def _prepare(self, request_id: str, checked: CheckedRequest) -> _Prepared:
         """Tokenises and hashes the prompt; a long one in a thread. The id is taken meanwhile."""

@@ -366,6 +366,15 @@ def test_a_deadline_ends_the_request_everywhere(cluster: ScriptedCluster) -> Non
     assert submit.deadline_ms is not None and 0 < submit.deadline_ms <= 300
 
 
+def test_a_deadline_in_a_lifetime_is_none(cluster: ScriptedCluster) -> None:
+    """Some clients set one that is meant as no limit, and the coordinator is told of deadlines in 32 bits."""
+    for number, timeout_s in enumerate((2.0**32 / 1000, 1e9)):
+        request_id = f"lifetime-{number}"
+        replies = _generate(cluster, Request(request_id=request_id, prompt="hi"), timeout_s=timeout_s)
+        assert replies[-1].HasField("done")
+        assert cluster.sent(Submit, request_id)[0].deadline_ms is None
+
+
 def test_max_latency_ends_a_request_that_waits(cluster: ScriptedCluster) -> None:
     cluster.scripts["latency"] = Script(is_ignored=True)
     error = _fails(cluster, Request(request_id="latency", prompt="x", max_latency_ms=50))
@@ -515,6 +524,11 @@ def test_another_model_is_not_found(cluster: ScriptedCluster) -> None:
     assert error.code() is Code.NOT_FOUND and "'other'" in error.details() and "'tiny'" in error.details()
     assert _generate(cluster, Request(model="tiny", prompt="x"))
     assert _fails(cluster, Request(model="x" * 100_000, prompt="x")).code() is Code.NOT_FOUND
+
+
+def test_an_error_that_quotes_much_keeps_its_status(cluster: ScriptedCluster) -> None:
+    error = _fails(cluster, Request(model="😀" * 5000, prompt="hi"))
+    assert error.code() is Code.NOT_FOUND and "😀" * 100 in error.details()
 
 
 def _field(number: int, content: bytes) -> bytes:

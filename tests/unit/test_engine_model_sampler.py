@@ -160,6 +160,13 @@ def test_repetition_penalty_counts_prompt_and_output() -> None:
     assert sample_one(logits, step(prompt=[1], repetition_penalty=0.5)).token_id == 1, "below 1 it encourages"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 100.0])
+def test_a_tiny_repetition_penalty_keeps_logits_finite_and_in_order(temperature: float) -> None:
+    """The least that a client can ask for: divided by it, every logit would be infinite, and the step would fail."""
+    which = step(repetition_penalty=1e-45, temperature=temperature, prompt=[0, 1, 2])
+    assert sample_one([20.0, 21.0, -5.0, 30.0], which).token_id == 1
+
+
 def test_presence_and_frequency_penalties_count_the_output_only() -> None:
     logits = [2.0, 1.0, 0.0]
     assert sample_one(logits, step(prompt=[0] * 9, presence_penalty=2.0, frequency_penalty=2.0)).token_id == 0
