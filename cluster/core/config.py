@@ -78,6 +78,11 @@ class PoolConfig:
     prefill_chunk_tokens: int = CHUNK_TOKENS
     max_running: int = 64
 
+    @property
+    def worker_names(self) -> tuple[str, ...]:
+        """Of its replicas, in order."""
+        return tuple(f"{self.name}-{i}" for i in range(self.replicas))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVConfig:

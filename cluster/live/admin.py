@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from baton.v1 import admin_pb2
-from cluster.core.config import ClusterConfig
+from cluster.core.config import ClusterConfig, PoolConfig
 from cluster.core.limits import NS_PER_S
 from cluster.core.messages import BlockCounts
 from cluster.core.views import ClusterView, LeaseView, PoolView, WorkerView
+
+STATE_DOWN: Final = "down"
+"""A worker that should be there and is not: it has not registered yet, or its last life was given up."""
 
 
 def status_response(config: ClusterConfig, view: ClusterView, uptime_ns: int) -> admin_pb2.GetStatusResponse:
@@ -14,7 +19,7 @@ def status_response(config: ClusterConfig, view: ClusterView, uptime_ns: int) ->
         cluster=view.name,
         model=_model_name(config, view),
         epoch=view.epoch,
-        pools=[_pool_status(pool) for pool in view.pools],
+        pools=[_pool_status(planned, pool) for planned, pool in zip(config.pools, view.pools, strict=True)],
         num_queued=view.num_queued,
         num_running=view.num_running,
         num_fronts=len(view.fronts),
@@ -32,13 +37,20 @@ def _model_name(config: ClusterConfig, view: ClusterView) -> str:
     return names[0] if names else config.model.preset or config.model.path or ""
 
 
-def _pool_status(pool: PoolView) -> admin_pb2.PoolStatus:
+def _pool_status(planned: PoolConfig, pool: PoolView) -> admin_pb2.PoolStatus:
+    """The workers that should be, in order, then those that registered under a name of their own."""
+    workers = {name: _missing_worker(name, pool) for name in planned.worker_names}
+    workers |= {worker.worker.name: _worker_status(worker) for worker in pool.workers}
     return admin_pb2.PoolStatus(
         name=pool.name,
         role=pool.role.value,
         wanted_replicas=pool.num_replicas,
-        workers=[_worker_status(worker) for worker in pool.workers],
+        workers=workers.values(),
     )
+
+
+def _missing_worker(name: str, pool: PoolView) -> admin_pb2.WorkerStatus:
+    return admin_pb2.WorkerStatus(name=name, role=pool.role.value, state=STATE_DOWN)
 
 
 def _worker_status(worker: WorkerView) -> admin_pb2.WorkerStatus:

@@ -74,13 +74,13 @@ def make_plan(file: ClusterFile, facts: ModelFacts, host: str = LOOPBACK) -> Clu
         coordinator_port=ports[0],
         workers=tuple(
             WorkerPlan(
-                name=f"{pool.name}-{i}",
+                name=name,
                 pool=pool,
                 num_blocks=num_kv_blocks(pool, facts.block_bytes),
                 cores=pool.cores[i] if pool.cores else None,
             )
             for pool in config.pools
-            for i in range(pool.replicas)
+            for i, name in enumerate(pool.worker_names)
         ),
         fronts=tuple(
             FrontPlan(name=f"front-{i}", host=config.front.host, port=port) for i, port in enumerate(front_ports)

@@ -101,7 +101,7 @@ async def nothing_held(cluster: PlainCluster) -> None:
             status = await admin.GetStatus(admin_pb2.GetStatusRequest())
             leases = await admin.GetLeases(admin_pb2.GetLeasesRequest())
             elapsed_ms = (time.monotonic() - began_s) * 1e3
-            workers = [worker for pool in status.pools for worker in pool.workers if worker.state != "lost"]
+            workers = [worker for pool in status.pools for worker in pool.workers if worker.state != "down"]
             are_fresh = all(worker.heartbeat_age_ms < elapsed_ms - MARGIN_MS for worker in workers)
             if workers and are_fresh and not any(num_held(worker) for worker in workers) and not leases.leases:
                 return

@@ -258,7 +258,11 @@ def test_an_unreachable_worker_is_refused_with_the_address_tried() -> None:
         refused = await worker.hear_a(WorkerRefused)
         assert dead in refused.body.reason and "refused" in refused.body.reason
         assert await worker.hear() is None
-        assert not any(pool.workers for pool in (await coordinator.status()).pools)
+        pools = (await coordinator.status()).pools
+        assert [(worker.name, worker.state) for pool in pools for worker in pool.workers] == [
+            ("p-0", "down"),
+            ("d-0", "down"),
+        ]
 
     run(scenario)
 

@@ -89,7 +89,9 @@ class PoolStatus(_message.Message):
     """"prefill" or "decode"."""
     wanted_replicas: _builtins.int
     @_builtins.property
-    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
+        """Every worker that should be, and whichever else is registered."""
+
     def __init__(
         self,
         *,
@@ -125,7 +127,9 @@ class WorkerStatus(_message.Message):
     name: _builtins.str
     role: _builtins.str
     state: _builtins.str
-    """"ready", or "lost" for a short while after it was given up."""
+    """"ready"; "silent" while its heartbeats are missing; "down" while no life of it is registered, because it has not
+    come up yet or was given up. Of a worker that is down, only name, role and state are told.
+    """
     incarnation: _builtins.int
     pid: _builtins.int
     host: _builtins.str

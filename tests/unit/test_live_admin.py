@@ -1,0 +1,86 @@
+"""The coordinator's views as operators get them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from baton.v1 import admin_pb2
+from cluster.core.config import ClusterConfig, ModelConfig, PoolConfig
+from cluster.core.ids import Role, WorkerId
+from cluster.core.messages import BlockCounts, WorkerLoad
+from cluster.core.views import ClusterView, PoolView, WorkerView
+from cluster.live.admin import status_response
+from cluster.live.config_file import ClusterFile
+from cluster.live.plan import make_plan
+from cluster.live.preflight import ModelFacts
+
+CONFIG = ClusterConfig(
+    name="c",
+    model=ModelConfig(path="m"),
+    pools=(
+        PoolConfig(name="p", role=Role.PREFILL, replicas=2),
+        PoolConfig(name="d", role=Role.DECODE, replicas=11),
+    ),
+)
+
+
+def worker_view(name: str, pool: str, role: Role) -> WorkerView:
+    return WorkerView(
+        worker=WorkerId(name, 17),
+        pool=pool,
+        role=role,
+        state="ready",
+        host="h",
+        pid=4711,
+        model="tiny",
+        token_address="h:1",
+        transports=("shm",),
+        silent_ms=3,
+        num_legs=0,
+        load=WorkerLoad(
+            num_running=1,
+            num_waiting=2,
+            blocks=BlockCounts(total=9, free=9, active=0, cached=0, reserved=0, quarantined=0),
+        ),
+    )
+
+
+def status(*, prefill: tuple[WorkerView, ...] = (), decode: tuple[WorkerView, ...] = ()) -> admin_pb2.GetStatusResponse:
+    view = ClusterView(
+        name="c",
+        epoch=1,
+        pools=(
+            PoolView(name="p", role=Role.PREFILL, num_replicas=2, workers=prefill),
+            PoolView(name="d", role=Role.DECODE, num_replicas=11, workers=decode),
+        ),
+        fronts=(),
+        num_requests=0,
+        num_queued=0,
+        num_running=0,
+        num_leases=0,
+    )
+    return status_response(CONFIG, view, uptime_ns=0)
+
+
+def test_a_worker_that_is_not_registered_is_down() -> None:
+    lost, ready = status(prefill=(worker_view("p-1", "p", Role.PREFILL),)).pools[0].workers
+    assert lost == admin_pb2.WorkerStatus(name="p-0", role="prefill", state="down")
+    assert (ready.name, ready.state, ready.incarnation, ready.pid) == ("p-1", "ready", 17, 4711)
+
+
+def test_workers_are_told_in_the_order_of_their_numbers() -> None:
+    decode = status(decode=(worker_view("d-10", "d", Role.DECODE),)).pools[1].workers
+    assert [worker.name for worker in decode] == [f"d-{i}" for i in range(11)]
+    assert [worker.state for worker in decode] == ["down"] * 10 + ["ready"]
+
+
+def test_a_worker_under_a_name_of_its_own_is_told_too() -> None:
+    told = status(prefill=(worker_view("by-hand", "p", Role.PREFILL),)).pools[0].workers
+    assert [(worker.name, worker.state) for worker in told] == [("p-0", "down"), ("p-1", "down"), ("by-hand", "ready")]
+
+
+def test_the_plan_gives_workers_the_names_that_status_expects(tmp_path: Path) -> None:
+    file = ClusterFile(config=CONFIG, source="c.yaml", folder=tmp_path, lines={})
+    facts = ModelFacts(directory=tmp_path, weights_bytes=1, block_bytes=1024, max_model_tokens=64)
+    planned = [worker.name for worker in make_plan(file, facts).workers]
+    assert planned == [worker.name for pool in status().pools for worker in pool.workers]
