@@ -24,7 +24,7 @@ from cluster.live.config_file import ClusterFile
 from cluster.live.environment import Environment
 from cluster.live.plan import make_plan
 from cluster.live.preflight import ModelFacts, check_cores, check_memory, check_model, check_ports
-from cluster.live.ray_head import make_temp_dir, remove_temp_dir, start_ray
+from cluster.live.ray_head import access_variables, make_temp_dir, remove_temp_dir, start_ray
 from cluster.live.readiness import wait_until_ready
 from cluster.live.run_processes import end_run_processes, find_run_processes, is_alive, own_start_time_s
 
@@ -147,8 +147,8 @@ def _bring_up(
         records.update(record)
     from cluster.live import ray_cluster
 
-    ray_cluster.connect(record.ray_address, record.ray_namespace)
     try:
+        ray_cluster.connect(record.ray_address, record.ray_namespace)
         plan = make_plan(file, facts, host=ray_cluster.host_for_peers())
         progress(f"starting {len(plan.workers)} workers with {plan.model_dir.name}")
         cluster = ray_cluster.start_actors(plan, record.ray_namespace)
@@ -168,6 +168,8 @@ def _bring_up(
 def _start_own_ray(record: ClusterRecord, file: ClusterFile, environment: Environment, progress: Progress) -> str:
     progress("starting Ray")
     started_s = time.monotonic()
+    # For Ray's library in this process, which takes it from there.
+    os.environ.update(access_variables(record.ray_temp_dir))
     threads = sum(pool.replicas * pool.threads for pool in file.config.pools)
     with _ray_imported_meanwhile():
         address = start_ray(

@@ -31,6 +31,7 @@ START_TIMEOUT_S: Final = 600.0
 REPORT_TIMEOUT_S: Final = 30.0
 POLL_S: Final = 0.1
 FOREVER: Final = -1
+ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 Progress = Callable[[str], None]
 Actors = dict[str, Any]
@@ -38,9 +39,13 @@ Actors = dict[str, Any]
 
 
 def connect(address: str, namespace: str) -> None:
-    """Raises UnreachableError. Must be called on the main thread."""
+    """Raises UnreachableError. Must be called on the main thread; whatever it raises, `disconnect` follows."""
     _check_reachable(address)
     on_sigterm = signal.getsignal(signal.SIGTERM)
+    # Ray installs handlers of its own, in Python and below, which would end the caller without its clean-up, and a
+    # process that is interrupted while Ray is half there crashes at its end. So signals wait until it is there, and
+    # Ray's threads, which inherit the mask, never take them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         ray.init(
             address=address,
@@ -52,8 +57,8 @@ def connect(address: str, namespace: str) -> None:
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise UnreachableError(f"no Ray answers at {address}: {' '.join(str(error).split())}") from error
     finally:
-        # Ray installs a handler of its own, which would end the caller without its clean-up.
         signal.signal(signal.SIGTERM, on_sigterm)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
 
 
 def _check_reachable(address: str) -> None:
@@ -68,6 +73,7 @@ def _check_reachable(address: str) -> None:
 
 
 def disconnect() -> None:
+    """Before Ray itself is ended: its library would look for it for a minute. Does nothing where it is not connected."""
     ray.shutdown()
 
 

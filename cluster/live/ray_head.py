@@ -6,6 +6,8 @@ Settings go to that Ray alone, by flags and by the environment of the one subpro
 
 from __future__ import annotations
 
+import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -25,6 +27,8 @@ TEMP_PREFIX: Final = "baton-ray-"
 MAX_TEMP_DIR_CHARS: Final = 40
 """Ray puts unix sockets some 65 characters below, and their paths may have 107."""
 ADDRESS_FILE: Final = "ray_current_cluster"
+TOKEN_FILE: Final = "token"
+TOKEN_BYTES: Final = 32
 OUTPUT_LINES: Final = 5
 
 
@@ -51,7 +55,8 @@ def start_ray(*, run_id: str, temp_dir: str, num_cpus: int, variables: Mapping[s
     Raises: StartupError with the end of what Ray said.
     """
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", *_flags(temp_dir, num_cpus)]
-    environment = {**variables, **_variables(run_id)}
+    _make_token(temp_dir)
+    environment = {**variables, **_variables(run_id), **access_variables(temp_dir)}
     try:
         # A session of its own, so that a Ctrl-C at the terminal does not reach Ray's processes.
         done = subprocess.run(
@@ -71,6 +76,21 @@ def start_ray(*, run_id: str, temp_dir: str, num_cpus: int, variables: Mapping[s
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-OUTPUT_LINES:]
         raise StartupError("Ray did not start: " + " | ".join(line.strip() for line in said))
     return address_file.read_text(encoding="utf-8").strip()
+
+
+def access_variables(temp_dir: str) -> dict[str, str]:
+    """What a process must have in its environment, before it imports Ray, to be let in to the Ray of that folder.
+
+    Ray's ports are open to the network, whatever address it is given, and whoever is let in may run anything.
+    """
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(Path(temp_dir) / TOKEN_FILE)}
+
+
+def _make_token(temp_dir: str) -> None:
+    """A secret that only this user can read."""
+    descriptor = os.open(Path(temp_dir) / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(TOKEN_BYTES))
 
 
 def _flags(temp_dir: str, num_cpus: int) -> list[str]:

@@ -19,11 +19,13 @@ import pytest
 
 from cluster.live.cluster_record import ClusterRecord, ClusterRecords
 from cluster.live.environment import read_environment
+from cluster.live.ray_head import access_variables
 from cluster.live.run_processes import find_run_processes
 from tests.e2e.conftest import wait_until
 
 COMMAND_TIMEOUT_S = 180.0
 RESTART_TIMEOUT_S = 90.0
+STRANGER_TIMEOUT_S = 8.0
 CLUSTER_FILE = """\
 version: 1
 name: {name}
@@ -133,6 +135,24 @@ def answers(operator: Operator) -> dict[str, Any]:
     return told
 
 
+def ray_lets_in(record: ClusterRecord, variables: dict[str, str]) -> bool:
+    """Whether a process of somebody else's on this machine may use the cluster's Ray."""
+    program = f"import ray; ray.init(address={record.ray_address!r}, log_to_driver=False); print(len(ray.nodes()))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        stdout, _ = process.communicate(timeout=STRANGER_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        # It goes on trying for minutes.
+        process.kill()
+        stdout, _ = process.communicate()
+    return stdout.strip() == b"1"
+
+
 def test_the_life_of_a_cluster(operator: Operator) -> None:
     path = operator.file("life")
     up = operator.baton("up", "-f", str(path))
@@ -150,6 +170,8 @@ def test_the_life_of_a_cluster(operator: Operator) -> None:
 
     again = operator.baton("up", "-f", str(path), expect=1)
     assert f"already running at {record.address}" in again.stderr
+    assert not ray_lets_in(record, {"RAY_AUTH_MODE": "disabled"})
+    assert ray_lets_in(record, access_variables(record.ray_temp_dir))
 
     before = workers(operator)
     assert {name: worker["state"] for name, worker in before.items()} == {"p-0": "ready", "d-0": "ready"}
@@ -195,13 +217,17 @@ def test_a_crashed_cluster_is_cleared_away(operator: Operator) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_start_leaves_nothing(operator: Operator, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("moment", "delay_s"), [("Ray runs at", 0.1), ("starting 2 workers", 0.5)])
+def test_an_interrupted_start_leaves_nothing(
+    operator: Operator, number: signal.Signals, moment: str, delay_s: float
+) -> None:
+    """While Ray's library connects, which brings signal handlers of its own, and while the workers start."""
     process = operator.start("up", "-f", str(operator.file("cut")))
     assert process.stderr is not None
-    while "starting 2 workers" not in (line := process.stderr.readline()):
+    while moment not in (line := process.stderr.readline()):
         assert line, "the start ended by itself"
     record = operator.record("cut")
-    time.sleep(0.5)
+    time.sleep(delay_s)
     process.send_signal(number)
     _, stderr = process.communicate(timeout=COMMAND_TIMEOUT_S)
     assert process.returncode == 130, stderr
