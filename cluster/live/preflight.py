@@ -71,10 +71,13 @@ def check_model(file: ClusterFile, models_dir: Path) -> ModelFacts:
             hint="import it once with: baton model import",
         )
     key = ("model", "path") if model.path is not None else ("model", "preset")
+    if not (directory / "config.json").is_file():
+        missing = "has no config.json" if directory.is_dir() else "does not exist"
+        raise file.error(key, f"{directory}, which {missing}", "a Hugging Face model directory")
     try:
         shape = model_files.ModelConfig.from_directory(directory)
     except (OSError, ValueError) as error:
-        raise file.error(key, str(error), "a Hugging Face model directory that Baton can serve") from error
+        raise file.error(key, f"a model that cannot be used ({error})", "one that Baton can serve") from error
     if not any(directory.glob("*.safetensors")):
         raise file.error(key, f"no *.safetensors in {directory}", "a model directory with its weights")
     if not (directory / "tokenizer.json").is_file():
