@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 from types import FrameType
 
-from cluster.cli.address import find_address
-from cluster.cli.errors import INVALID, NOT_FOUND, fail
+from cluster.cli.address import find_target
+from cluster.cli.errors import INVALID, NOT_FOUND, errors_as_json, fail
 from cluster.cli.progress import say
 from cluster.live.cluster_record import ClusterRecords
 from cluster.live.config_file import read_cluster_file
@@ -41,7 +41,7 @@ def show_status(environment: Environment, address: str | None, as_json: bool) ->
     from cluster.cli.requests import Client
     from cluster.cli.status import status_json, status_text
 
-    with Client(find_address(address, environment)) as client:
+    with errors_as_json(as_json), Client(find_target(address, environment)) as client:
         client.connect()
         status = client.status()
     print(json.dumps(status_json(status), indent=2) if as_json else status_text(status))
@@ -51,7 +51,7 @@ def show_leases(environment: Environment, address: str | None, as_json: bool) ->
     from cluster.cli.requests import Client
     from cluster.cli.status import leases_json, leases_text
 
-    with Client(find_address(address, environment)) as client:
+    with errors_as_json(as_json), Client(find_target(address, environment)) as client:
         client.connect()
         leases = client.leases()
     print(json.dumps(leases_json(leases), indent=2) if as_json else leases_text(leases))

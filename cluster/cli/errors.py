@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import os
 import sys
-from collections.abc import Callable
-from typing import Final, NoReturn, ParamSpec
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NoReturn, ParamSpec
 
 import typer
 
@@ -21,15 +23,14 @@ TRY_LATER: Final = 4
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 
-EXIT_CODES: Final = """\b
-Exit codes:
-  0    done
-  1    the cluster or the request failed
-  2    wrong usage or invalid input; nothing was started or changed
-  3    no cluster is running, it cannot be reached, or there is no such thing
-  4    refused for now: the cluster is full, or the deadline passed; try again later
-  130  interrupted by Ctrl-C; what was started has been taken down
-"""
+_EXIT_TEXTS: Final = {
+    OK: "done",
+    FAILED: "the cluster or the request failed",
+    INVALID: "wrong usage or invalid input; nothing was started or changed",
+    NOT_FOUND: "no cluster is running, it cannot be reached, or there is no such thing",
+    TRY_LATER: "refused for now: the cluster is full, or the deadline passed; try again later",
+    INTERRUPTED: "interrupted by Ctrl-C; what was started has been taken down",
+}
 
 ParamsT = ParamSpec("ParamsT")
 
@@ -41,9 +42,34 @@ class CommandError(Exception):
         self.exit_code = exit_code
         super().__init__(message)
 
+    def as_json(self) -> dict[str, Any]:
+        """What a command with `--json` prints of it."""
+        return {"error": str(self)}
+
 
 def fail(message: str, exit_code: int) -> NoReturn:
     raise CommandError(message, exit_code)
+
+
+def exit_codes(codes: Mapping[int, str | None] | None = None) -> str:
+    """The end of a command's help: which exit codes it can give, in the usual words where the mapping has None.
+
+    Without a mapping, all of them. Every command can be done (0), misused (2) or interrupted (130).
+    """
+    texts = _EXIT_TEXTS if codes is None else {OK: None, INVALID: None, INTERRUPTED: None, **codes}
+    lines = [f"  {code:<4} {texts[code] or _EXIT_TEXTS[code]}" for code in sorted(texts)]
+    return "\n".join(("\b", "Exit codes:", *lines))
+
+
+@contextlib.contextmanager
+def errors_as_json(wanted: bool) -> Iterator[None]:
+    """Where the user asked for JSON, what a command raises goes to stdout as an object too."""
+    try:
+        yield
+    except CommandError as error:
+        if wanted:
+            print(json.dumps(error.as_json(), ensure_ascii=False))
+        raise
 
 
 def exit_code_of(error: BatonError) -> int:

@@ -7,15 +7,17 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from baton.v1 import inference_pb2
 from cluster.cli.errors import INVALID, CommandError, fail
-from cluster.cli.requests import Answer, Client, RequestFailed
+from cluster.cli.requests import Answer, Client
 from cluster.cli.tables import format_bytes
+from cluster.wire.channels import MESSAGE_LIMIT_BYTES
 from cluster.wire.codec import outcome_from_wire
 
 MAX_TOKEN_ID: Final = 2**32 - 1
+FROM_STDIN: Final = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +45,9 @@ def build_request(options: GenerateOptions) -> inference_pb2.GenerateRequest:
     request = inference_pb2.GenerateRequest()
     with _naming_the_option(given[0]):
         if options.prompt is not None:
-            request.prompt = options.prompt
+            request.prompt = _text_of("--prompt", options.prompt)
         elif options.chat is not None:
-            request.chat.messages.add(role="user", content=options.chat)
+            request.chat.messages.add(role="user", content=_text_of("--chat", options.chat))
         else:
             assert options.token_ids is not None
             request.token_ids.ids.extend(_parse_token_ids(options.token_ids))
@@ -67,7 +69,9 @@ def run_generate(
     if timeout_s is not None and not timeout_s > 0:
         fail(f"--timeout: {timeout_s:g} is not a positive number of seconds", INVALID)
     if as_json:
-        _print_json(client, request, timeout_s)
+        answer = client.generate(request, timeout_s, lambda text: None)
+        assert answer.done is not None
+        print(json.dumps(answer.as_json(outcome_from_wire(answer.done.outcome)), ensure_ascii=False))
         return
     answer = client.generate(request, timeout_s, _print_piece)
     print(flush=True)
@@ -79,8 +83,9 @@ def summary(answer: Answer) -> str:
     assert answer.done is not None
     done = answer.done
     usage = done.usage
+    ending = outcome_from_wire(done.outcome).value
     parts = [
-        outcome_from_wire(done.outcome).value,
+        f"{ending} after {done.num_attempts} attempts" if done.num_attempts > 1 else ending,
         f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} written",
         f"{done.prefill_worker} -> {done.decode_worker}" if done.prefill_worker else done.decode_worker,
     ]
@@ -93,29 +98,18 @@ def summary(answer: Answer) -> str:
     return "; ".join(parts)
 
 
-def _print_json(client: Client, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> None:
-    try:
-        answer = client.generate(request, timeout_s, lambda text: None)
-    except RequestFailed as error:
-        if error.outcome is not None:
-            print(json.dumps(_failed_json(error), ensure_ascii=False))
-        raise
-    print(json.dumps(answer.as_json(), ensure_ascii=False))
-
-
-def _failed_json(error: RequestFailed) -> dict[str, Any]:
-    answer = error.answer
-    return {
-        "request_id": answer.request_id,
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "outcome": error.outcome,
-        "error": str(error),
-    }
-
-
 def _print_piece(text: str) -> None:
     print(text, end="", flush=True)
+
+
+def _text_of(option: str, given: str) -> str:
+    """The text itself, or what stdin says where `-` is given: without the line break that ends it, as in `$(...)`."""
+    if given != FROM_STDIN:
+        return given
+    content = sys.stdin.buffer.read(MESSAGE_LIMIT_BYTES + 1)
+    if len(content) > MESSAGE_LIMIT_BYTES:
+        fail(f"{option}: stdin has more than {MESSAGE_LIMIT_BYTES} bytes", INVALID)
+    return content.decode("utf-8").removesuffix("\n").removesuffix("\r")
 
 
 def _parse_token_ids(text: str) -> list[int]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cluster.cli.errors import EXIT_CODES, NOT_FOUND, fail, reports_errors
+from cluster.cli.errors import FAILED, INVALID, NOT_FOUND, TRY_LATER, errors_as_json, exit_codes, fail, reports_errors
 from cluster.core.config import MODEL_PRESETS
 from cluster.live.environment import Environment, read_environment
 
+DISTRIBUTION = "baton-cluster"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 app = typer.Typer(
@@ -22,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings=CONTEXT,
-    epilog=EXIT_CODES,
+    epilog=exit_codes(),
 )
 model_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, context_settings=CONTEXT, help="Get models ready for serving."
@@ -39,11 +41,22 @@ AddressOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+_ASKING = exit_codes({FAILED: "the cluster failed", NOT_FOUND: None, TRY_LATER: "the cluster did not answer in time"})
 PRESETS = ", ".join(MODEL_PRESETS)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"baton {metadata.version(DISTRIBUTION)}")
+        raise typer.Exit
+
+
 @app.callback()
-def baton() -> None:
+def baton(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Serve large language models from separate prefill and decode workers, on Ray.
 
     \b
@@ -57,7 +70,15 @@ def baton() -> None:
     """
 
 
-@app.command(short_help="Start a cluster and leave it running.", epilog=EXIT_CODES)
+@app.command(
+    short_help="Start a cluster and leave it running.",
+    epilog=exit_codes(
+        {
+            FAILED: "the cluster could not be started; nothing of it stays",
+            NOT_FOUND: "RAY_ADDRESS names a Ray that does not answer",
+        }
+    ),
+)
 @reports_errors
 def up(
     file: Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="The cluster file (YAML).")],
@@ -79,7 +100,12 @@ def up(
     clusters.up(file, _environment())
 
 
-@app.command(short_help="Stop a cluster, also after a crash.", epilog=EXIT_CODES)
+@app.command(
+    short_help="Stop a cluster, also after a crash.",
+    epilog=exit_codes(
+        {FAILED: "a process of the cluster could not be ended", NOT_FOUND: "no cluster of that name was started here"}
+    ),
+)
 @reports_errors
 def down(
     name: Annotated[
@@ -102,7 +128,7 @@ def down(
     clusters.down(name, _environment())
 
 
-@app.command(short_help="Show pools, workers and their blocks.", epilog=EXIT_CODES)
+@app.command(short_help="Show pools, workers and their blocks.", epilog=_ASKING)
 @reports_errors
 def status(address: AddressOption = None, as_json: JsonOption = False) -> None:
     """Show pools and workers: what runs where, how many requests, how many blocks in which state.
@@ -117,7 +143,7 @@ def status(address: AddressOption = None, as_json: JsonOption = False) -> None:
     clusters.show_status(_environment(), address, as_json)
 
 
-@app.command(short_help="Show every lease and quarantined block.", epilog=EXIT_CODES)
+@app.command(short_help="Show every lease and quarantined block.", epilog=_ASKING)
 @reports_errors
 def leases(address: AddressOption = None, as_json: JsonOption = False) -> None:
     """Show every lease and quarantined block in the cluster, with owner, size and age.
@@ -135,20 +161,27 @@ def leases(address: AddressOption = None, as_json: JsonOption = False) -> None:
     clusters.show_leases(_environment(), address, as_json)
 
 
-@app.command(short_help="Send one request and print the answer.", epilog=EXIT_CODES)
+@app.command(short_help="Send one request and print the answer.", epilog=exit_codes())
 @reports_errors
 def generate(
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Continue this text.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Continue this text; - reads stdin.")
+    ] = None,
     chat: Annotated[
         str | None,
-        typer.Option("--chat", "-c", metavar="TEXT", help="Answer this, with the chat template."),
+        typer.Option("--chat", "-c", metavar="TEXT", help="Answer this, with the chat template; - reads stdin."),
     ] = None,
     token_ids: Annotated[
         str | None, typer.Option("--token-ids", metavar="1,2,3", help="Continue these tokens.")
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option("--max-tokens", "-n", metavar="N", help="Write at most N tokens. Default: 256."),
+        typer.Option(
+            "--max-tokens",
+            "-n",
+            metavar="N",
+            help="Write at most N tokens, and at most what the context holds. Default: 256.",
+        ),
     ] = None,
     temperature: Annotated[
         float | None,
@@ -181,17 +214,19 @@ def generate(
     """Send one request and print the answer as it arrives.
 
     The answer goes to stdout, a summary to stderr: how it ended, which workers served it, how much KV moved. With
-    --json, one object with text, token ids, outcome, usage, workers, KV and the timeline in milliseconds.
+    --json, one object with text, token ids, outcome, usage, workers, KV and the timeline in milliseconds; if the
+    request fails, with `error` besides.
 
     \b
     Examples:
       baton generate --chat "What is the capital of France? Answer briefly."
       baton generate --prompt "Once upon a time" --max-tokens 40 --temperature 0.8 --seed 7
       baton generate --prompt "1, 2, 3," -n 20 > numbers.txt
+      baton generate --chat - < question.txt
       baton generate --token-ids 1,2,3 --json | jq .timeline_ms
     """
     from cluster.cli import generate as command
-    from cluster.cli.address import find_address
+    from cluster.cli.address import find_target
     from cluster.cli.requests import Client
 
     options = command.GenerateOptions(
@@ -206,13 +241,23 @@ def generate(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
-    request = command.build_request(options)
-    with Client(find_address(address, _environment())) as client:
-        client.connect()
-        command.run_generate(client, request, timeout_s, as_json=as_json)
+    with errors_as_json(as_json):
+        request = command.build_request(options)
+        with Client(find_target(address, _environment())) as client:
+            client.connect()
+            command.run_generate(client, request, timeout_s, as_json=as_json)
 
 
-@app.command(short_help="Serve a real model once, end to end.", epilog=EXIT_CODES)
+@app.command(
+    short_help="Serve a real model once, end to end.",
+    epilog=exit_codes(
+        {
+            FAILED: "the cluster or a request failed",
+            INVALID: "wrong usage, or this machine is too small",
+            NOT_FOUND: "RAY_ADDRESS names a Ray that does not answer",
+        }
+    ),
+)
 @reports_errors
 def demo() -> None:
     """Serve a real model from one prefill and one decode worker, ask it several things at once, and stop again.
@@ -230,7 +275,11 @@ def demo() -> None:
     run_demo(_environment())
 
 
-@model_app.command("import", short_help="Convert the small demo model.", epilog=EXIT_CODES)
+@model_app.command(
+    "import",
+    short_help="Convert the small demo model.",
+    epilog=exit_codes({FAILED: "the model could not be converted", NOT_FOUND: "there is no model of that name"}),
+)
 @reports_errors
 def model_import(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help=f"One of: {PRESETS}.")] = MODEL_PRESETS[0],

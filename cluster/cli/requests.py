@@ -11,31 +11,16 @@ from typing import Any, Final
 import grpc
 
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from cluster.cli.errors import FAILED, INVALID, NOT_FOUND, TRY_LATER, CommandError
+from cluster.cli.address import Target
+from cluster.cli.errors import FAILED, NOT_FOUND, CommandError
+from cluster.cli.failures import Failure, describe_failure
+from cluster.core.ids import Outcome
 from cluster.live.reachability import split_address
-from cluster.wire.channels import RETRY_AFTER_TRAILER, make_sync_channel
-from cluster.wire.codec import outcome_from_wire
+from cluster.wire.channels import make_sync_channel
 
 CONNECT_TIMEOUT_S: Final = 5.0
 ADMIN_TIMEOUT_S: Final = 10.0
-
-_EXIT_CODES: Final = {
-    grpc.StatusCode.INVALID_ARGUMENT: INVALID,
-    grpc.StatusCode.ALREADY_EXISTS: INVALID,
-    grpc.StatusCode.NOT_FOUND: NOT_FOUND,
-    grpc.StatusCode.UNAVAILABLE: NOT_FOUND,
-    grpc.StatusCode.UNIMPLEMENTED: NOT_FOUND,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: TRY_LATER,
-    grpc.StatusCode.DEADLINE_EXCEEDED: TRY_LATER,
-}
-_OUTCOMES: Final = {
-    grpc.StatusCode.INVALID_ARGUMENT: "rejected_invalid",
-    grpc.StatusCode.RESOURCE_EXHAUSTED: "rejected_overload",
-    grpc.StatusCode.DEADLINE_EXCEEDED: "deadline_exceeded",
-    grpc.StatusCode.CANCELLED: "cancelled",
-    grpc.StatusCode.ABORTED: "worker_lost",
-    grpc.StatusCode.INTERNAL: "internal",
-}
+TIMELINE_PARTS: Final = ("queued", "reserved", "prefill", "push", "first_token", "decode")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,20 +39,19 @@ class Answer:
         if reply.HasField("done"):
             self.done = reply.done
 
-    def as_json(self) -> dict[str, Any]:
-        """The object that `baton generate --json` prints. Only for a complete answer."""
-        assert self.done is not None
-        done = self.done
+    def as_json(self, outcome: Outcome | None) -> dict[str, Any]:
+        """The object that `baton generate --json` prints; what is not known is null, zero or empty."""
+        done = self.done or inference_pb2.Done()
         timeline = {name: getattr(done.timeline, f"{name}_ms") for name in TIMELINE_PARTS}
         return {
             "request_id": self.request_id,
             "text": self.text,
             "token_ids": self.token_ids,
-            "outcome": outcome_from_wire(done.outcome).value,
+            "outcome": None if outcome is None else outcome.value,
             "usage": {
                 "prompt_tokens": done.usage.prompt_tokens,
                 "cached_tokens": done.usage.cached_tokens,
-                "completion_tokens": done.usage.completion_tokens,
+                "completion_tokens": done.usage.completion_tokens or len(self.token_ids),
             },
             "workers": {"prefill": done.prefill_worker or None, "decode": done.decode_worker or None},
             "kv": {"bytes": done.kv.bytes, "transport": done.kv.transport or None},
@@ -78,15 +62,25 @@ class Answer:
         }
 
 
-TIMELINE_PARTS: Final = ("queued", "reserved", "prefill", "push", "first_token", "decode")
+class RequestFailed(CommandError):
+    """The call ended without an answer, or in the middle of one."""
+
+    def __init__(self, failure: Failure, answer: Answer) -> None:
+        self._outcome = failure.outcome
+        self._answer = answer
+        super().__init__(failure.message, failure.exit_code)
+
+    def as_json(self) -> dict[str, Any]:
+        """As of an answer, and with the error."""
+        return self._answer.as_json(self._outcome) | super().as_json()
 
 
 class Client:
     """One connection to a front; use it as a context manager."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._channel = make_sync_channel(address)
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._channel = make_sync_channel(target.address)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminStub(self._channel)
 
@@ -101,11 +95,15 @@ class Client:
 
         Asked with a plain socket: gRPC's own way takes a fifth of a second, and says less.
         """
+        target = self._target
         try:
-            socket.create_connection(split_address(self._address), timeout=CONNECT_TIMEOUT_S).close()
+            socket.create_connection(split_address(target.address), timeout=CONNECT_TIMEOUT_S).close()
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise CommandError(f"no cluster answers at {self._address}: {reason}", NOT_FOUND) from error
+            message = f"no cluster answers at {target.address}: {error.strerror or str(error)}"
+            if target.cluster is not None:
+                name = target.cluster
+                message += f"; cluster {name} may have crashed, in which case `baton down {name}` clears it away"
+            raise CommandError(message, NOT_FOUND) from error
 
     def generate(
         self, request: inference_pb2.GenerateRequest, timeout_s: float | None, on_text: Callable[[str], None]
@@ -122,11 +120,12 @@ class Client:
                 if reply.text:
                     on_text(reply.text)
         except grpc.RpcError as error:
-            raise RequestFailed(error, answer) from error
+            raise RequestFailed(describe_failure(error, self._target.address), answer) from error
         finally:
             call.cancel()
         if answer.done is None:
-            raise CommandError("the answer ended without its last message", FAILED)
+            message = "the answer ended without its last message"
+            raise RequestFailed(Failure(message=message, exit_code=FAILED, outcome=None), answer)
         return answer
 
     def status(self) -> admin_pb2.GetStatusResponse:
@@ -142,25 +141,5 @@ class Client:
         try:
             yield
         except grpc.RpcError as error:
-            raise CommandError(*_described(error)) from error
-
-
-class RequestFailed(CommandError):
-    """The call ended with an error status. `outcome` is None where the request never became one."""
-
-    def __init__(self, error: grpc.RpcError, answer: Answer) -> None:
-        self.answer = answer
-        self.outcome = _OUTCOMES.get(error.code())
-        super().__init__(*_described(error))
-
-
-def _described(error: grpc.RpcError) -> tuple[str, int]:
-    """A line for the user, and the exit code."""
-    code: grpc.StatusCode = error.code()
-    details = " ".join((error.details() or "no details").split())
-    message = f"{code.name.lower().replace('_', ' ')}: {details}"
-    trailers: Any = error.trailing_metadata() or ()
-    for key, value in trailers:
-        if key == RETRY_AFTER_TRAILER:
-            message += f" (try again in {value} ms)"
-    return message, _EXIT_CODES.get(code, FAILED)
+            failure = describe_failure(error, self._target.address)
+            raise CommandError(failure.message, failure.exit_code) from error

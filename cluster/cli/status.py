@@ -8,6 +8,9 @@ from baton.v1 import admin_pb2
 from cluster.cli.tables import format_bytes, format_table
 
 _BLOCK_STATES = ("total", "free", "active", "cached", "reserved", "quarantined")
+# Narrow enough for a terminal of 100 columns.
+_BLOCK_HEADER = ("BLOCKS", "FREE", "ACTIVE", "CACHED", "RESV", "QUAR")
+_WORKER_HEADER = ("WORKER", "STATE", "INCARNATION", "PID", "HOST", "RUN", "WAIT", *_BLOCK_HEADER)
 
 
 def status_json(status: admin_pb2.GetStatusResponse) -> dict[str, Any]:
@@ -32,21 +35,11 @@ def status_json(status: admin_pb2.GetStatusResponse) -> dict[str, Any]:
 
 
 def status_text(status: admin_pb2.GetStatusResponse) -> str:
-    lines = [
+    cluster = (
         f"cluster {status.cluster}, model {status.model}, up for {_duration(status.uptime_s)}, "
         f"{status.num_running} running, {status.num_queued} queued"
-    ]
-    rows = []
-    for pool in status.pools:
-        ready = sum(worker.state == "ready" for worker in pool.workers)
-        for worker in pool.workers:
-            rows.append(_worker_row(pool.name, worker))
-        if ready < pool.wanted_replicas:
-            lines.append(f"pool {pool.name}: {ready} of {pool.wanted_replicas} workers ready")
-    header = ("POOL", "WORKER", "ROLE", "STATE", "INCARNATION", "PID", "HOST", "RUNNING", "WAITING")
-    lines.append("")
-    lines.append(format_table((*header, *(name.upper() for name in _BLOCK_STATES)), rows))
-    return "\n".join(lines)
+    )
+    return "\n\n".join([cluster, *(_pool_text(pool) for pool in status.pools)])
 
 
 def leases_json(response: admin_pb2.GetLeasesResponse) -> dict[str, Any]:
@@ -103,11 +96,17 @@ def _worker_json(worker: admin_pb2.WorkerStatus) -> dict[str, Any]:
     }
 
 
-def _worker_row(pool: str, worker: admin_pb2.WorkerStatus) -> tuple[str, ...]:
+def _pool_text(pool: admin_pb2.PoolStatus) -> str:
+    num_ready = sum(worker.state == "ready" for worker in pool.workers)
+    title = f"pool {pool.name}, role {pool.role}: {num_ready} of {pool.wanted_replicas} workers ready"
+    return f"{title}\n{format_table(_WORKER_HEADER, [_worker_row(worker) for worker in pool.workers])}"
+
+
+def _worker_row(worker: admin_pb2.WorkerStatus) -> tuple[str, ...]:
+    if worker.state == "down":
+        return (worker.name, worker.state, *("-" for _ in _WORKER_HEADER[2:]))
     return (
-        pool,
         worker.name,
-        worker.role,
         worker.state,
         str(worker.incarnation),
         str(worker.pid),

@@ -59,10 +59,10 @@ class Said:
     stderr: str
 
 
-def baton(*arguments: str, home: Path, **variables: str) -> Said:
+def baton(*arguments: str, home: Path, stdin: bytes = b"", **variables: str) -> Said:
     """Runs the command line; `home` takes the place of the user's cache."""
     environment = {"XDG_CACHE_HOME": str(home), "BATON_ADDRESS": "", "RAY_ADDRESS": "", **variables}
-    result = CliRunner().invoke(app, list(arguments), env=environment, prog_name="baton")
+    result = CliRunner().invoke(app, list(arguments), input=stdin, env=environment, prog_name="baton")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return Said(result.exit_code, result.stdout, result.stderr)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from baton.v1 import admin_pb2
 from cluster.live.cluster_record import ClusterRecord, ClusterRecords
+from cluster.live.run_processes import own_start_time_s
 from tests.support.cli_scripted import ScriptedFront, answer, baton, serving
 
 COUNTS = admin_pb2.BlockCounts(total=100, free=60, active=20, cached=10, reserved=8, quarantined=2)
@@ -30,13 +34,14 @@ STATUS = admin_pb2.GetStatusResponse(
                     name="p-0",
                     role="prefill",
                     state="ready",
-                    incarnation=17,
+                    incarnation=1796048583311,
                     pid=4711,
                     host="h",
                     num_running=1,
                     num_waiting=4,
                     blocks=COUNTS,
-                )
+                ),
+                admin_pb2.WorkerStatus(name="p-1", role="prefill", state="down"),
             ],
         )
     ],
@@ -63,13 +68,14 @@ def front() -> ScriptedFront:
     return ScriptedFront(answer, status=STATUS, leases=LEASES)
 
 
-def a_record(name: str, address: str) -> ClusterRecord:
+def a_record(name: str, address: str = "", *, is_launcher_alive: bool = False) -> ClusterRecord:
+    """Without an address, of a start that is not complete."""
     return ClusterRecord(
         name=name,
         run_id=f"run-{name}-of-a-test",
-        phase="serving",
-        launcher_pid=2**22 + 1,
-        launcher_started_s=0.0,
+        phase="serving" if address else "starting",
+        launcher_pid=os.getpid() if is_launcher_alive else 2**22 + 1,
+        launcher_started_s=own_start_time_s() if is_launcher_alive else 0.0,
         ray_owned=True,
         address=address,
     )
@@ -96,57 +102,50 @@ def test_status_as_json(tmp_path: Path) -> None:
         "name": "p-0",
         "role": "prefill",
         "state": "ready",
-        "incarnation": 17,
+        "incarnation": 1796048583311,
         "pid": 4711,
         "host": "h",
         "running": 1,
         "waiting": 4,
         "blocks": {"total": 100, "free": 60, "active": 20, "cached": 10, "reserved": 8, "quarantined": 2},
     }
-    assert told["pools"] == [{"name": "p", "role": "prefill", "replicas": 2, "workers": [worker]}]
+    missing = {
+        "name": "p-1",
+        "role": "prefill",
+        "state": "down",
+        "incarnation": 0,
+        "pid": 0,
+        "host": "",
+        "running": 0,
+        "waiting": 0,
+        "blocks": dict.fromkeys(worker["blocks"], 0),
+    }
+    assert told["pools"] == [{"name": "p", "role": "prefill", "replicas": 2, "workers": [worker, missing]}]
 
 
 def test_status_for_people(tmp_path: Path) -> None:
     with serving(front()) as address:
         lines = baton("status", "-a", address, home=tmp_path).stdout.splitlines()
     assert lines[0] == "cluster c, model tiny, up for 61 s, 2 running, 1 queued"
-    assert lines[1] == "pool p: 1 of 2 workers ready"
-    assert lines[3].split() == (
-        [
-            "POOL",
-            "WORKER",
-            "ROLE",
-            "STATE",
-            "INCARNATION",
-            "PID",
-            "HOST",
-            "RUNNING",
-            "WAITING",
-            "TOTAL",
-            "FREE",
-            "ACTIVE",
-            "CACHED",
-            "RESERVED",
-            "QUARANTINED",
-        ]
-    )
-    assert lines[4].split() == [
-        "p",
-        "p-0",
-        "prefill",
-        "ready",
-        "17",
-        "4711",
-        "h",
-        "1",
-        "4",
-        "100",
-        "60",
-        "20",
-        "10",
-        "8",
-        "2",
-    ]
+    assert lines[2] == "pool p, role prefill: 1 of 2 workers ready"
+    cells = dict(zip(lines[3].split(), lines[4].split(), strict=True))
+    assert cells == {
+        "WORKER": "p-0",
+        "STATE": "ready",
+        "INCARNATION": "1796048583311",
+        "PID": "4711",
+        "HOST": "h",
+        "RUN": "1",
+        "WAIT": "4",
+        "BLOCKS": "100",
+        "FREE": "60",
+        "ACTIVE": "20",
+        "CACHED": "10",
+        "RESV": "8",
+        "QUAR": "2",
+    }
+    assert lines[5].split() == ["p-1", "down", *["-"] * 11]
+    assert len(lines) == 6 and max(map(len, lines)) <= 100
 
 
 def test_leases(tmp_path: Path) -> None:
@@ -204,6 +203,59 @@ def test_several_clusters_are_a_question(tmp_path: Path) -> None:
 def test_without_a_cluster_commands_say_how_to_get_one(tmp_path: Path, command: list[str]) -> None:
     said = baton(*command, home=tmp_path)
     assert said.exit_code == 3 and "baton up -f FILE" in said.stderr and not said.stdout
+
+
+ASKING = [["status"], ["leases"], ["generate", "--prompt", "a"]]
+
+
+@pytest.mark.parametrize("command", ASKING)
+def test_a_cluster_that_is_being_started_is_not_taken_for_none(tmp_path: Path, command: list[str]) -> None:
+    records(tmp_path).create(a_record("new", is_launcher_alive=True))
+    said = baton(*command, home=tmp_path)
+    assert said.exit_code == 3 and "cluster new is being started" in said.stderr
+    assert "no cluster is running" not in said.stderr and "baton down" not in said.stderr
+
+
+@pytest.mark.parametrize("command", ASKING)
+def test_a_start_that_was_cut_short_is_told_with_its_remedy(tmp_path: Path, command: list[str]) -> None:
+    records(tmp_path).create(a_record("half"))
+    said = baton(*command, home=tmp_path)
+    assert said.exit_code == 3
+    assert "the start of cluster half was cut short" in said.stderr and "`baton down half`" in said.stderr
+
+
+@pytest.mark.parametrize("command", ASKING)
+def test_a_recorded_cluster_that_does_not_answer_may_have_crashed(tmp_path: Path, command: list[str]) -> None:
+    records(tmp_path).create(a_record("mine", "127.0.0.1:1"))
+    for found in (baton(*command, home=tmp_path), baton(*command, "-a", "127.0.0.1:1", home=tmp_path)):
+        assert found.exit_code == 3 and "no cluster answers at 127.0.0.1:1" in found.stderr
+        assert "cluster mine may have crashed" in found.stderr and "`baton down mine`" in found.stderr
+
+
+@pytest.mark.parametrize("command", ASKING)
+@pytest.mark.parametrize("address", [None, "127.0.0.1:1"])
+def test_a_cluster_that_cannot_be_reached_is_json_too(tmp_path: Path, command: list[str], address: str | None) -> None:
+    said = baton(*command, "--json", *([] if address is None else ["-a", address]), home=tmp_path)
+    assert said.exit_code == 3
+    assert said.stderr == f"baton: {json.loads(said.stdout)['error']}\n" and list(json.loads(said.stdout)) == ["error"]
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "told"),
+    [
+        ("UNAVAILABLE", "the coordinator: failed to connect to all addresses; last error: UNKNOWN", "cannot reach its"),
+        ("DEADLINE_EXCEEDED", "the coordinator: Deadline Exceeded", "did not answer in time"),
+    ],
+)
+def test_a_coordinator_that_is_away_is_told_in_plain_words(tmp_path: Path, code: str, details: str, told: str) -> None:
+    class Alone(ScriptedFront):
+        def GetStatus(self, request: Any, context: Any) -> Any:
+            context.abort(grpc.StatusCode[code], details)
+
+    with serving(Alone(answer)) as address:
+        said = baton("status", "--json", "-a", address, home=tmp_path)
+    assert told in said.stderr and address in said.stderr and "Exceeded" not in said.stderr
+    assert json.loads(said.stdout) == {"error": said.stderr.removeprefix("baton: ").rstrip("\n")}
 
 
 @pytest.mark.parametrize("command", [["status"], ["leases"]])

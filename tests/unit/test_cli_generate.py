@@ -151,12 +151,95 @@ def test_a_failed_request_has_its_exit_code(
         with_json = baton("generate", "--prompt", "a", "--json", "-a", address, home=tmp_path)
     assert said.exit_code == with_json.exit_code == exit_code
     assert said.stdout == "Hel" and said.stderr.endswith("for a reason (try again in 250 ms)\n")
-    if outcome is None:
-        assert with_json.stdout == ""
-    else:
-        told = json.loads(with_json.stdout)
-        assert (told["outcome"], told["text"], told["token_ids"]) == (outcome, "Hel", [11])
-        assert "for a reason" in told["error"]
+    assert json.loads(with_json.stdout) == {
+        "request_id": "r1",
+        "text": "Hel",
+        "token_ids": [11],
+        "outcome": outcome,
+        "usage": {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 1},
+        "workers": {"prefill": None, "decode": None},
+        "kv": {"bytes": 0, "transport": None},
+        "timeline_ms": {
+            "queued": None,
+            "reserved": None,
+            "prefill": None,
+            "push": None,
+            "first_token": None,
+            "decode": None,
+        },
+        "error": said.stderr.removeprefix("baton: ").rstrip("\n"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "told"),
+    [
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", "the deadline passed"),
+        (
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            "deadline_exceeded: the client's deadline was reached",
+            "the client's deadline was reached",
+        ),
+        (grpc.StatusCode.ABORTED, "worker_lost: attempts used up", "worker lost: attempts used up"),
+        (grpc.StatusCode.ABORTED, "transfer_failed: attempts used up", "transfer failed: attempts used up"),
+        (grpc.StatusCode.UNAVAILABLE, "this front is shutting down", "unavailable: this front is shutting down"),
+    ],
+)
+def test_what_failed_is_said_once(tmp_path: Path, code: grpc.StatusCode, details: str, told: str) -> None:
+    def failing(request: object, context: grpc.ServicerContext) -> Iterator[inference_pb2.GenerateResponse]:
+        context.abort(code, details)
+        yield inference_pb2.GenerateResponse()
+
+    with serving(ScriptedFront(failing)) as address:
+        assert baton("generate", "--prompt", "a", "-a", address, home=tmp_path).stderr == f"baton: {told}\n"
+
+
+def test_json_has_the_outcome_that_the_front_names(tmp_path: Path) -> None:
+    def failing(request: object, context: grpc.ServicerContext) -> Iterator[inference_pb2.GenerateResponse]:
+        context.abort(grpc.StatusCode.ABORTED, "transfer_failed: attempts used up")
+        yield inference_pb2.GenerateResponse()
+
+    with serving(ScriptedFront(failing)) as address:
+        told = json.loads(baton("generate", "--prompt", "a", "--json", "-a", address, home=tmp_path).stdout)
+    assert (told["outcome"], told["text"], told["request_id"]) == ("transfer_failed", "", "")
+
+
+def test_a_refusal_of_the_options_is_json_too(tmp_path: Path) -> None:
+    said = baton("generate", "--json", "--token-ids", "x", "-a", "127.0.0.1:1", home=tmp_path)
+    assert said.exit_code == 2 and list(json.loads(said.stdout)) == ["error"]
+
+
+def test_attempts_are_mentioned_where_one_was_not_enough(tmp_path: Path) -> None:
+    def second_time(
+        request: inference_pb2.GenerateRequest, context: object
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        done = inference_pb2.Done(outcome=inference_pb2.OUTCOME_STOP, decode_worker="decode-0", num_attempts=2)
+        yield inference_pb2.GenerateResponse(request_id="r", token_ids=[3], text="x", done=done)
+
+    with serving(ScriptedFront(second_time)) as address:
+        said = baton("generate", "--prompt", "a", "-a", address, home=tmp_path)
+    assert said.stderr.startswith("stop after 2 attempts; ")
+
+
+@pytest.mark.parametrize(
+    ("stdin", "text"), [(b"Hi\n", "Hi"), (b"Hi\r\n", "Hi"), (b"\nHi \n\n", "\nHi \n"), ("é".encode(), "é"), (b"", "")]
+)
+def test_a_dash_reads_stdin(tmp_path: Path, stdin: bytes, text: str) -> None:
+    front = ScriptedFront(answer)
+    with serving(front) as address:
+        baton("generate", "--prompt", "-", "-a", address, home=tmp_path, stdin=stdin)
+        baton("generate", "--chat", "-", "-a", address, home=tmp_path, stdin=stdin)
+    prompt, chat = front.requests
+    assert prompt.prompt == text and prompt.WhichOneof("input") == "prompt"
+    assert [message.content for message in chat.chat.messages] == [text]
+
+
+def test_stdin_that_is_no_text_or_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.cli.generate.MESSAGE_LIMIT_BYTES", 4)
+    binary = baton("generate", "--prompt", "-", home=tmp_path, stdin=b"\xff")
+    assert binary.exit_code == 2 and "--prompt: the text is not valid UTF-8" in binary.stderr
+    long = baton("generate", "--chat", "-", home=tmp_path, stdin=b"12345")
+    assert long.exit_code == 2 and "--chat: stdin has more than 4 bytes" in long.stderr
 
 
 def test_a_timeout_is_the_calls_deadline(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,31 @@ def test_every_command_has_examples_and_exit_codes(tmp_path: Path, command: str)
     assert "Examples:" in said.stdout and f"baton {command}" in said.stdout
     assert "Exit codes:" in said.stdout and "130" in said.stdout
     assert said.stdout == baton(*command.split(), "--help", home=tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "codes"),
+    [
+        ("up", [0, 1, 2, 3, 130]),
+        ("down", [0, 1, 2, 3, 130]),
+        ("status", [0, 1, 2, 3, 4, 130]),
+        ("generate", [0, 1, 2, 3, 4, 130]),
+        ("demo", [0, 1, 2, 3, 130]),
+        ("model import", [0, 1, 2, 3, 130]),
+    ],
+)
+def test_only_exit_codes_that_the_command_can_give_are_listed(tmp_path: Path, command: str, codes: list[int]) -> None:
+    listed = baton(*command.split(), "-h", home=tmp_path).stdout.split("Exit codes:")[1]
+    assert [int(line.split()[0]) for line in listed.strip().splitlines()] == codes
+
+
+def test_the_import_does_not_speak_of_clusters(tmp_path: Path) -> None:
+    assert "cluster is" not in baton("model", "import", "-h", home=tmp_path).stdout
+
+
+def test_the_version_is_that_of_the_distribution(tmp_path: Path) -> None:
+    said = baton("--version", home=tmp_path)
+    assert (said.exit_code, said.stdout) == (0, f"baton {metadata.version('baton-cluster')}\n")
 
 
 def test_the_overview_lists_every_command(tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""What a failed call means to the user: in words, as an exit code, and as the outcome that `--json` names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+
+from cluster.cli.errors import FAILED, INVALID, NOT_FOUND, TRY_LATER
+from cluster.core.ids import Outcome
+from cluster.wire.channels import RETRY_AFTER_TRAILER
+
+_EXIT_CODES: Final = {
+    grpc.StatusCode.INVALID_ARGUMENT: INVALID,
+    grpc.StatusCode.ALREADY_EXISTS: INVALID,
+    grpc.StatusCode.NOT_FOUND: NOT_FOUND,
+    grpc.StatusCode.UNAVAILABLE: NOT_FOUND,
+    grpc.StatusCode.UNIMPLEMENTED: NOT_FOUND,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: TRY_LATER,
+    grpc.StatusCode.DEADLINE_EXCEEDED: TRY_LATER,
+}
+_OUTCOMES: Final = {
+    grpc.StatusCode.INVALID_ARGUMENT: Outcome.REJECTED_INVALID,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Outcome.REJECTED_OVERLOAD,
+    grpc.StatusCode.DEADLINE_EXCEEDED: Outcome.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED: Outcome.CANCELLED,
+    grpc.StatusCode.ABORTED: Outcome.WORKER_LOST,
+    grpc.StatusCode.INTERNAL: Outcome.INTERNAL,
+}
+"""Where the front does not name the outcome itself. Other statuses mean that the request never became one."""
+_BY_VALUE: Final = {outcome.value: outcome for outcome in Outcome}
+_COORDINATOR_PREFIX: Final = "the coordinator: "
+"""A front begins with it the details of what the coordinator, or the connection to it, has answered an operator."""
+_LOCAL_DEADLINE: Final = "Deadline Exceeded"
+_CONNECTION_WORDS: Final = (
+    "failed to connect",
+    "socket closed",
+    "stream removed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "recvmsg",
+    "sendmsg",
+    "goaway",
+    "ping timeout",
+    "keepalive",
+    "transport closed",
+)
+"""Of gRPC's own texts for UNAVAILABLE. A front's own reasons, which have the same status, are in other words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """`outcome` is None where the request never became one, or what became of it is not known."""
+
+    message: str
+    exit_code: int
+    outcome: Outcome | None
+
+
+def describe_failure(error: grpc.RpcError, address: str) -> Failure:
+    code: grpc.StatusCode = error.code()
+    outcome, reason = _split_outcome(" ".join((error.details() or "no details").split()))
+    kind = code.name.lower() if outcome is None else outcome.value
+    message = _in_own_words(code, reason, address) or f"{kind.replace('_', ' ')}: {reason}"
+    trailers: Any = error.trailing_metadata() or ()
+    for key, value in trailers:
+        if key == RETRY_AFTER_TRAILER:
+            message += f" (try again in {value} ms)"
+    return Failure(message=message, exit_code=_EXIT_CODES.get(code, FAILED), outcome=outcome or _OUTCOMES.get(code))
+
+
+def _split_outcome(details: str) -> tuple[Outcome | None, str]:
+    """A front begins its details with the outcome, if the request had one."""
+    name, _, reason = details.partition(": ")
+    outcome = _BY_VALUE.get(name)
+    return (None, details) if outcome is None else (outcome, reason)
+
+
+def _in_own_words(code: grpc.StatusCode, reason: str, address: str) -> str | None:
+    """What gRPC has found out by itself, or handed on of the coordinator; None for what a front has said."""
+    is_about_coordinator = reason.startswith(_COORDINATOR_PREFIX)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        if is_about_coordinator:
+            return f"the coordinator of the cluster at {address} did not answer in time"
+        return "the deadline passed" if reason == _LOCAL_DEADLINE else reason
+    if code is grpc.StatusCode.UNAVAILABLE and any(word in reason.lower() for word in _CONNECTION_WORDS):
+        if is_about_coordinator:
+            return f"the cluster at {address} cannot reach its coordinator at the moment"
+        return f"the connection to the cluster at {address} was lost before the answer was complete"
+    return None
