@@ -95,15 +95,15 @@ def test_an_incomplete_model_is_refused(folder: Path, missing: str) -> None:
 
 def test_a_model_that_is_not_there_is_said_in_a_sentence(folder: Path) -> None:
     (folder / "model" / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"found /\S+/model, which has no config.json, expected a Hugging Face model d"):
+    with pytest.raises(ConfigError, match=r"found /\S+/model, which has no config.json, expected a Hugging Face model"):
         facts_of(folder)
-    with pytest.raises(ConfigError, match=r"found /nope, which does not exist, expected a Hugging Face model directory$"):
+    with pytest.raises(ConfigError, match=r"found /nope, which does not exist, expected a Hugging Face model dir"):
         facts_of(folder, FILE.replace("path: model", "path: /nope"))
 
 
 def test_a_model_that_cannot_be_served_says_why(folder: Path) -> None:
     (folder / "model" / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"found a model that cannot be used \(.+\), expected one that Baton can serve"):
+    with pytest.raises(ConfigError, match=r"found a model that cannot be used \(.+\), expected one that Baton can"):
         facts_of(folder)
 
 
