@@ -28,7 +28,7 @@ _EXIT_TEXTS: Final = {
     FAILED: "the cluster or the request failed",
     INVALID: "wrong usage or invalid input; nothing was started or changed",
     NOT_FOUND: "no cluster is running, it cannot be reached, or there is no such thing",
-    TRY_LATER: "refused for now: the cluster is full, or the deadline passed; try again later",
+    TRY_LATER: "refused for now, as the cluster is full, or the deadline passed; try again",
     INTERRUPTED: "interrupted by Ctrl-C; what was started has been taken down",
 }
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from baton.v1 import inference_pb2
 from cluster.cli.errors import INVALID, CommandError, fail
-from cluster.cli.requests import Answer, Client
+from cluster.cli.requests import Answer, Client, RequestFailed
 from cluster.cli.tables import format_bytes
 from cluster.wire.channels import MESSAGE_LIMIT_BYTES
 from cluster.wire.codec import outcome_from_wire
@@ -73,7 +73,13 @@ def run_generate(
         assert answer.done is not None
         print(json.dumps(answer.as_json(outcome_from_wire(answer.done.outcome)), ensure_ascii=False))
         return
-    answer = client.generate(request, timeout_s, _print_piece)
+    try:
+        answer = client.generate(request, timeout_s, _print_piece)
+    except RequestFailed as error:
+        if error.answer.text and sys.stdout.isatty():
+            # The complaint that follows gets a line of its own.
+            print(flush=True)
+        raise
     print(flush=True)
     print(summary(answer), file=sys.stderr)
 

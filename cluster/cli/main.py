@@ -220,7 +220,7 @@ def generate(
     \b
     Examples:
       baton generate --chat "What is the capital of France? Answer briefly."
-      baton generate --prompt "Once upon a time" --max-tokens 40 --temperature 0.8 --seed 7
+      baton generate --prompt "Once upon a time" -n 40 -t 0.8 --seed 7
       baton generate --prompt "1, 2, 3," -n 20 > numbers.txt
       baton generate --chat - < question.txt
       baton generate --token-ids 1,2,3 --json | jq .timeline_ms

@@ -63,16 +63,16 @@ class Answer:
 
 
 class RequestFailed(CommandError):
-    """The call ended without an answer, or in the middle of one."""
+    """The call ended without an answer, or in the middle of one: `answer` is what there is of it."""
 
     def __init__(self, failure: Failure, answer: Answer) -> None:
+        self.answer = answer
         self._outcome = failure.outcome
-        self._answer = answer
         super().__init__(failure.message, failure.exit_code)
 
     def as_json(self) -> dict[str, Any]:
         """As of an answer, and with the error."""
-        return self._answer.as_json(self._outcome) | super().as_json()
+        return self.answer.as_json(self._outcome) | super().as_json()
 
 
 class Client:

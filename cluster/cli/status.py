@@ -39,7 +39,14 @@ def status_text(status: admin_pb2.GetStatusResponse) -> str:
         f"cluster {status.cluster}, model {status.model}, up for {_duration(status.uptime_s)}, "
         f"{status.num_running} running, {status.num_queued} queued"
     )
-    return "\n\n".join([cluster, *(_pool_text(pool) for pool in status.pools)])
+    rows = [_worker_row(worker) for pool in status.pools for worker in pool.workers]
+    # One table, cut where pools begin, so that their columns stand below each other.
+    header, *lines = format_table(_WORKER_HEADER, rows).splitlines()
+    parts = [cluster]
+    for pool in status.pools:
+        parts.append("\n".join([_pool_title(pool), header, *lines[: len(pool.workers)]]))
+        del lines[: len(pool.workers)]
+    return "\n\n".join(parts)
 
 
 def leases_json(response: admin_pb2.GetLeasesResponse) -> dict[str, Any]:
@@ -96,10 +103,9 @@ def _worker_json(worker: admin_pb2.WorkerStatus) -> dict[str, Any]:
     }
 
 
-def _pool_text(pool: admin_pb2.PoolStatus) -> str:
+def _pool_title(pool: admin_pb2.PoolStatus) -> str:
     num_ready = sum(worker.state == "ready" for worker in pool.workers)
-    title = f"pool {pool.name}, role {pool.role}: {num_ready} of {pool.wanted_replicas} workers ready"
-    return f"{title}\n{format_table(_WORKER_HEADER, [_worker_row(worker) for worker in pool.workers])}"
+    return f"pool {pool.name}, role {pool.role}: {num_ready} of {pool.wanted_replicas} workers ready"
 
 
 def _worker_row(worker: admin_pb2.WorkerStatus) -> tuple[str, ...]:

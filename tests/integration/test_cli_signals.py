@@ -1,8 +1,9 @@
-"""`baton generate` as a process: Ctrl-C, and a reader that leaves."""
+"""`baton generate` as a process: Ctrl-C, a reader that leaves, and a terminal."""
 
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -62,3 +63,26 @@ def test_a_reader_that_leaves_ends_the_request_quietly(tmp_path: Path) -> None:
         assert process.wait(TIMEOUT_S) == 141
         assert process.stderr is not None and process.stderr.read() == ""
         assert script.cancelled.wait(TIMEOUT_S)
+
+
+def test_on_a_terminal_the_complaint_gets_a_line_of_its_own(tmp_path: Path) -> None:
+    def failing(request: object, context: grpc.ServicerContext) -> Iterator[inference_pb2.GenerateResponse]:
+        yield inference_pb2.GenerateResponse(request_id="r", token_ids=[1], text="Hel")
+        context.abort(grpc.StatusCode.ABORTED, "worker_lost: attempts used up")
+
+    terminal, process_end = pty.openpty()
+    try:
+        with serving(ScriptedFront(failing)) as address:
+            done = subprocess.run(
+                [sys.executable, "-m", "cluster.cli", "generate", "--prompt", "a", "-a", address],
+                stdout=process_end,
+                stderr=process_end,
+                env={**os.environ, "PYTHONPATH": ":".join(sys.path), "XDG_CACHE_HOME": str(tmp_path)},
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        assert done.returncode == 1
+        assert os.read(terminal, 4096).decode().splitlines() == ["Hel", "baton: worker lost: attempts used up"]
+    finally:
+        os.close(terminal)
+        os.close(process_end)

@@ -43,7 +43,13 @@ STATUS = admin_pb2.GetStatusResponse(
                 ),
                 admin_pb2.WorkerStatus(name="p-1", role="prefill", state="down"),
             ],
-        )
+        ),
+        admin_pb2.PoolStatus(
+            name="d",
+            role="decode",
+            wanted_replicas=1,
+            workers=[admin_pb2.WorkerStatus(name="d-0", role="decode", state="down")],
+        ),
     ],
 )
 LEASES = admin_pb2.GetLeasesResponse(
@@ -120,7 +126,10 @@ def test_status_as_json(tmp_path: Path) -> None:
         "waiting": 0,
         "blocks": dict.fromkeys(worker["blocks"], 0),
     }
-    assert told["pools"] == [{"name": "p", "role": "prefill", "replicas": 2, "workers": [worker, missing]}]
+    assert told["pools"] == [
+        {"name": "p", "role": "prefill", "replicas": 2, "workers": [worker, missing]},
+        {"name": "d", "role": "decode", "replicas": 1, "workers": [missing | {"name": "d-0", "role": "decode"}]},
+    ]
 
 
 def test_status_for_people(tmp_path: Path) -> None:
@@ -145,7 +154,8 @@ def test_status_for_people(tmp_path: Path) -> None:
         "QUAR": "2",
     }
     assert lines[5].split() == ["p-1", "down", *["-"] * 11]
-    assert len(lines) == 6 and max(map(len, lines)) <= 100
+    assert lines[7:9] == ["pool d, role decode: 0 of 1 workers ready", lines[3]]
+    assert len(lines) == 10 and max(map(len, lines)) <= 100
 
 
 def test_leases(tmp_path: Path) -> None:
