@@ -11,20 +11,26 @@ import torch
 
 
 class Linear:
-    """y = x W^T for a constant weight."""
+    """y = x W^T for a constant weight.
 
-    __slots__ = ("_is_packed", "_weight")
+    In float32 a packed product's row does not depend on the other rows. oneDNN has another kernel for one row alone,
+    which sums in another order: seeded tokens would then depend on whether a request runs alone. Two rows take as long.
+    """
+
+    __slots__ = ("_is_packed", "_runs_single_rows", "_weight")
 
     def __init__(self, weight_OI: torch.Tensor) -> None:
         self._is_packed = can_pack(weight_OI.dtype)
+        self._runs_single_rows = weight_OI.dtype != torch.float32
         # No batch size is given, so the layout has to serve them all.
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None) if self._is_packed else weight_OI
 
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
         """Returns a new contiguous tensor [N, O]."""
         if self._is_packed:
-            product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, self._weight, None, "none", [], "")
-            return product
+            rows_NI = x_NI if len(x_NI) != 1 or self._runs_single_rows else x_NI.expand(2, -1)
+            product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows_NI, self._weight, None, "none", [], "")
+            return product[: len(x_NI)]
         return torch.nn.functional.linear(x_NI, self._weight)
 
 
