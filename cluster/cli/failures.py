@@ -33,6 +33,7 @@ _BY_VALUE: Final = {outcome.value: outcome for outcome in Outcome}
 _COORDINATOR_PREFIX: Final = "the coordinator: "
 """A front begins with it the details of what the coordinator, or the connection to it, has answered an operator."""
 _LOCAL_DEADLINE: Final = "Deadline Exceeded"
+"""In gRPC's own text, bare or as `Stream removed (Deadline Exceeded)`."""
 _CONNECTION_WORDS: Final = (
     "failed to connect",
     "socket closed",
@@ -84,7 +85,7 @@ def _in_own_words(code: grpc.StatusCode, reason: str, address: str) -> str | Non
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         if is_about_coordinator:
             return f"the coordinator of the cluster at {address} did not answer in time"
-        return "the deadline passed" if reason == _LOCAL_DEADLINE else reason
+        return "the deadline passed" if _LOCAL_DEADLINE in reason else reason
     if code is grpc.StatusCode.UNAVAILABLE and any(word in reason.lower() for word in _CONNECTION_WORDS):
         if is_about_coordinator:
             return f"the cluster at {address} cannot reach its coordinator at the moment"

@@ -175,6 +175,7 @@ def test_a_failed_request_has_its_exit_code(
     ("code", "details", "told"),
     [
         (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", "the deadline passed"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "Stream removed (Deadline Exceeded)", "the deadline passed"),
         (
             grpc.StatusCode.DEADLINE_EXCEEDED,
             "deadline_exceeded: the client's deadline was reached",
