@@ -10,7 +10,17 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.errors import FAILED, INVALID, NOT_FOUND, TRY_LATER, errors_as_json, exit_codes, fail, reports_errors
+from cluster.cli.errors import (
+    FAILED,
+    INTERRUPTED,
+    INVALID,
+    NOT_FOUND,
+    TRY_LATER,
+    errors_as_json,
+    exit_codes,
+    fail,
+    reports_errors,
+)
 from cluster.core.config import MODEL_PRESETS
 from cluster.live.environment import Environment, read_environment
 
@@ -41,7 +51,15 @@ AddressOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-_ASKING = exit_codes({FAILED: "the cluster failed", NOT_FOUND: None, TRY_LATER: "the cluster did not answer in time"})
+_JUST_INTERRUPTED = "interrupted by Ctrl-C"
+_ASKING = exit_codes(
+    {
+        FAILED: "the cluster failed",
+        NOT_FOUND: None,
+        TRY_LATER: "the cluster did not answer in time",
+        INTERRUPTED: _JUST_INTERRUPTED,
+    }
+)
 PRESETS = ", ".join(MODEL_PRESETS)
 
 
@@ -176,12 +194,7 @@ def generate(
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(
-            "--max-tokens",
-            "-n",
-            metavar="N",
-            help="Write at most N tokens, and at most what the context holds. Default: 256.",
-        ),
+        typer.Option("--max-tokens", "-n", metavar="N", help="At most N tokens, within the context. Default: 256."),
     ] = None,
     temperature: Annotated[
         float | None,
@@ -254,7 +267,7 @@ def generate(
         {
             FAILED: "the cluster or a request failed",
             INVALID: "wrong usage, or this machine is too small",
-            NOT_FOUND: "RAY_ADDRESS names a Ray that does not answer",
+            NOT_FOUND: "the cluster, or the Ray that RAY_ADDRESS names, does not answer",
         }
     ),
 )
@@ -278,7 +291,13 @@ def demo() -> None:
 @model_app.command(
     "import",
     short_help="Convert the small demo model.",
-    epilog=exit_codes({FAILED: "the model could not be converted", NOT_FOUND: "there is no model of that name"}),
+    epilog=exit_codes(
+        {
+            FAILED: "the model could not be converted",
+            NOT_FOUND: "there is no model of that name",
+            INTERRUPTED: _JUST_INTERRUPTED,
+        }
+    ),
 )
 @reports_errors
 def model_import(
