@@ -73,7 +73,7 @@ def _check_reachable(address: str) -> None:
 
 
 def disconnect() -> None:
-    """Before Ray itself is ended: its library would look for it for a minute. Does nothing where it is not connected."""
+    """Before Ray itself is ended: its library would look for it for a minute. Without a connection it does nothing."""
     ray.shutdown()
 
 
