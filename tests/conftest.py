@@ -11,6 +11,8 @@ import pytest
 
 MARK = "BATON_TEST_RUN"
 """Set for this run alone and inherited by all it starts, at whatever remove."""
+ENDS_WITH_US = "multiprocessing.resource_tracker"
+"""A process of Python's own, which `multiprocessing` keeps beside this one."""
 
 
 def _marked(value: str) -> list[str]:
@@ -20,8 +22,11 @@ def _marked(value: str) -> list[str]:
         if process.pid == os.getpid():
             continue
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == value:
-                found.append(f"{process.pid} {' '.join(process.cmdline()[:4])}")
+            if process.status() == psutil.STATUS_ZOMBIE or process.environ().get(MARK) != value:
+                continue
+            command = " ".join(process.cmdline())
+            if ENDS_WITH_US not in command:
+                found.append(f"{process.pid} {command}")
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found
