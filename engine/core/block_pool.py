@@ -200,10 +200,19 @@ class BlockPool:
                 self._move(block_id, BlockState.FREE)
                 self._free.append(block_id)
 
-    def index(self, block_id: int, block_hash: bytes, parent_hash: bytes) -> None:
-        """Makes an active, full, computed block findable. If its content is indexed already, the first one stays."""
+    def index(self, block_id: int, block_hash: bytes, parent_hash: bytes) -> int:
+        """Makes an active, full, computed block findable. Returns the block to use instead of it from now on.
+
+        That is the block itself, unless another one with its content can be found already (it was computed twice at
+        once, or pushed here twice). The caller's use then moves over to that one, so that content lies in the pool
+        once, however it came.
+        """
         assert self._states[block_id] is BlockState.ACTIVE, f"block {block_id} is not active"
-        self._index.insert(block_id, block_hash, parent_hash)
+        indexed_id = self._index.insert(block_id, block_hash, parent_hash)
+        if indexed_id != block_id:
+            self.acquire([indexed_id])
+            self.release([block_id])
+        return indexed_id
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Block ids of the longest prefix of `hashes` that lies in the pool. They are not acquired."""

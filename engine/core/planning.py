@@ -8,7 +8,9 @@ Sarathi-Serve, Agrawal et al. 2024):
    skipping one that does not fit. A chunk ends on a block boundary unless it ends the prompt.
 3. A waiting sequence is admitted only if its whole prompt and one more token fit beside what the prefills in progress
    still need. So sequences that must not be preempted can always finish, and no two of them wait for each other.
-4. A sequence that needs a block when none is left preempts the last in serving order, perhaps itself. Never
+4. A waiting sequence whose next block is just being computed for one that is served before it is put off until it
+   finds that block in the prefix cache. Its place among the running ones and its room are kept meanwhile.
+5. A sequence that needs a block when none is left preempts the last in serving order, perhaps itself. Never
    preempted are the only one running, one that has drawn nothing since its last preemption, one planned into this
    very step, and a PREFILL_ONLY one, whose blocks a push may be reading.
 """
@@ -129,20 +131,45 @@ class StepBuilder:
         """Admits in serving order for as long as there is budget and room. `prefilling` are those under way."""
         block_size = self._config.block_size
         num_claimed = sum(sequence.num_missing_blocks(1, block_size) for sequence in prefilling)
-        while len(self._waiting) and len(self._running) < self._config.max_running and self._chunk_budget > 0:
-            sequence = self._waiting.first
+        num_put_off = 0  # they are the first in the queue
+        while (
+            num_put_off < len(self._waiting)
+            and len(self._running) + num_put_off < self._config.max_running
+            and self._chunk_budget > 0
+        ):
+            sequence = self._waiting[num_put_off]
             # At least one token is left to compute: cached blocks have no logits to draw from.
             num_matchable = (sequence.num_tokens - 1) // block_size
-            cached = self._pool.match(sequence.block_hashes(num_matchable, block_size))
+            hashes = sequence.block_hashes(num_matchable, block_size)
+            cached = self._pool.match(hashes)
             num_cached_tokens = len(cached) * block_size
             if self._chunk_end(num_cached_tokens, sequence.num_tokens) == num_cached_tokens:
                 break
             num_needed = sequence.num_missing_blocks(1, block_size) - len(cached)
             if num_needed + num_claimed > self._pool.num_allocatable - self._pool.num_cached_in(cached):
                 break
+            if len(cached) < num_matchable and self._is_under_way(prefilling, sequence, hashes[: len(cached) + 1]):
+                num_put_off += 1
+                num_claimed += num_needed
+                continue
             self._admit(sequence, cached)
             self._plan_chunk(sequence)
+            prefilling.append(sequence)
             num_claimed += sequence.num_missing_blocks(1, block_size)
+
+    def _is_under_way(self, prefilling: list[Sequence], sequence: Sequence, hashes: list[bytes]) -> bool:
+        """Whether one of `prefilling` that is served before `sequence` will compute the last block of `hashes`.
+
+        Waiting for it then takes no longer than computing it a second time, since chunks go in serving order.
+        """
+        block_size = self._config.block_size
+        num_blocks = len(hashes)
+        return any(
+            other.order < sequence.order
+            and other.num_computed < num_blocks * block_size <= other.num_to_prefill
+            and other.block_hashes(num_blocks, block_size)[-1] == hashes[-1]
+            for other in prefilling
+        )
 
     def _admit(self, sequence: Sequence, cached: list[int]) -> None:
         self._pool.acquire(cached)

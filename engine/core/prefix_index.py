@@ -31,8 +31,8 @@ class BlockEvicted:
 class PrefixIndex:
     """Block hash to block id, and the eviction order of the indexed blocks that nobody uses.
 
-    A parent can be idle while its child is in use: two sequences computed the parent at the same time, one copy was
-    indexed, and the sequence with the other copy lives on. Such a parent is evicted only when no idle leaf is left.
+    A parent can be idle while its child is in use: a push holds only the blocks that its receiver lacks, and the
+    sequence they belong to may be over. Such a parent is evicted only when no idle leaf is left.
     """
 
     __slots__ = ("_block_of", "_clock", "_idle_inner", "_idle_leaves", "_names", "_num_children", "_pending_events")
@@ -53,10 +53,11 @@ class PrefixIndex:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._names
 
-    def insert(self, block_id: int, block_hash: bytes, parent_hash: bytes) -> bool:
-        """Makes a block in use findable. Returns False, changing nothing, if its content is indexed already."""
-        if block_hash in self._block_of:
-            return False
+    def insert(self, block_id: int, block_hash: bytes, parent_hash: bytes) -> int:
+        """Makes a block in use findable and returns its id, or that of the block that has the content already."""
+        present = self._block_of.get(block_hash)
+        if present is not None:
+            return present
         assert block_id not in self._names, f"block {block_id} is indexed under another hash"
         self._block_of[block_hash] = block_id
         self._names[block_id] = (block_hash, parent_hash)
@@ -66,7 +67,7 @@ class PrefixIndex:
         if num_siblings == 0 and parent_id is not None and parent_id in self._idle_leaves:
             self._idle_inner.add(parent_id, self._idle_leaves.remove(parent_id))
         self._note(BlockStored(block_hash=block_hash, parent_hash=parent_hash))
-        return True
+        return block_id
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Block ids of the longest prefix of `hashes` that is indexed."""

@@ -280,7 +280,10 @@ class Scheduler:
         )
 
     def _index_full_blocks(self, sequence: Sequence) -> None:
-        """Offers the blocks that have become full to the prefix index, now that their KV is computed."""
+        """Offers the blocks that have become full to the prefix index, now that their KV is computed.
+
+        Where the same content lies in the pool already, the sequence goes on with that block.
+        """
         num_full = sequence.num_computed // self._config.block_size
         num_indexed = sequence.num_indexed_blocks
         if num_full == num_indexed:
@@ -288,7 +291,8 @@ class Scheduler:
         hashes = sequence.block_hashes(num_full, self._config.block_size)
         for index in range(num_indexed, num_full):
             parent_hash = hashes[index - 1] if index else ROOT_HASH
-            self._pool.index(sequence.block_table[index], hashes[index], parent_hash)
+            block_id = self._pool.index(sequence.block_table[index], hashes[index], parent_hash)
+            sequence.block_table[index] = block_id
         sequence.num_indexed_blocks = num_full
 
     def _update_growth_headroom(self) -> None:
@@ -328,4 +332,7 @@ class Scheduler:
             num_held = len(sequence.block_table)
             assert num_blocks_for(num_tokens, block_size) <= num_held <= num_most, f"{key} holds {num_held} blocks"
             assert len(set(sequence.block_table)) == num_held, f"{key} holds a block twice"
+            indexed = sequence.block_table[: sequence.num_indexed_blocks]
+            found = self._pool.match(sequence.block_hashes(len(indexed), block_size))
+            assert found == indexed, f"{key} holds {indexed}, but its content is found in {found}"
         self._pool.check_invariants()

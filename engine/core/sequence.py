@@ -187,9 +187,8 @@ class SequenceQueue:
     def __reversed__(self) -> Iterator[Sequence]:
         return reversed(self._sequences)
 
-    @property
-    def first(self) -> Sequence:
-        return self._sequences[0]
+    def __getitem__(self, index: int) -> Sequence:
+        return self._sequences[index]
 
     def add(self, sequence: Sequence) -> None:
         insort(self._sequences, sequence, key=_order)

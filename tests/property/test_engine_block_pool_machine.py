@@ -38,6 +38,7 @@ class Holder:
 
 class BlockPoolMachine(RuleBasedStateMachine):
     holders = Bundle("holders")
+    pushes = Bundle("pushes")
     grants = Bundle("grants")
     quarantined = Bundle("quarantined")
 
@@ -101,19 +102,40 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @rule(holder=holders)
     def index(self, holder: Holder) -> None:
+        """The first block of a content stays; whoever computed it again goes on with that one."""
         for index, block_id in enumerate(holder.block_ids):
             path = holder.path[: index + 1]
-            self.pool.index(block_id, name(path), name(path[:-1]))
-            self.indexed.setdefault(path, block_id)
+            present = self.indexed.setdefault(path, block_id)
+            assert self.pool.index(block_id, name(path), name(path[:-1])) == present
+            if present != block_id:
+                self.idle = [each for each in self.idle if each != path]
+                self.users.update([present])
+                self.users.subtract([block_id])
+                holder.block_ids[index] = present
 
     @rule(holder=consumes(holders))
     def release(self, holder: Holder) -> None:
-        self.pool.release(holder.block_ids)
-        self.users.subtract(holder.block_ids)
-        for index in reversed(range(len(holder.block_ids))):
-            block_id, path = holder.block_ids[index], holder.path[: index + 1]
-            if self.users[block_id] == 0 and self.indexed.get(path) == block_id:
-                self.idle.append(path)
+        self.give_up(holder.block_ids)
+
+    @rule(target=pushes, holder=holders, num_blocks=st.integers(1, 4))
+    def push(self, holder: Holder, num_blocks: int) -> list[int]:
+        """A push reads the last blocks of a sequence, and may outlive it: a parent can be idle under a used child."""
+        block_ids = holder.block_ids[-num_blocks:]
+        self.pool.acquire(block_ids)
+        self.users.update(block_ids)
+        return block_ids
+
+    @rule(block_ids=consumes(pushes))
+    def end_push(self, block_ids: list[int]) -> None:
+        self.give_up(block_ids)
+
+    def give_up(self, block_ids: list[int]) -> None:
+        self.pool.release(block_ids)
+        self.users.subtract(block_ids)
+        path_of = {block_id: path for path, block_id in self.indexed.items()}
+        for block_id in reversed(block_ids):
+            if self.users[block_id] == 0 and block_id in path_of:
+                self.idle.append(path_of[block_id])
 
     @rule(headroom=st.integers(0, 4))
     def set_headroom(self, headroom: int) -> None:

@@ -164,15 +164,29 @@ def test_a_hit_makes_a_block_the_most_recently_used() -> None:
     assert pool.allocate(3) == [third, second, first]
 
 
-def test_of_two_blocks_with_the_same_content_the_first_stays_indexed() -> None:
+def test_of_two_blocks_with_the_same_content_the_first_stays_and_the_other_is_free() -> None:
     pool = BlockPool(4)
     first, second = pool.allocate(2)
-    pool.index(first, name("a"), ROOT_HASH)
-    pool.index(second, name("a"), ROOT_HASH)
-    pool.index(first, name("a"), ROOT_HASH)
+    assert pool.index(first, name("a"), ROOT_HASH) == first
+    assert pool.index(second, name("a"), ROOT_HASH) == first
+    assert pool.index(first, name("a"), ROOT_HASH) == first
+    assert pool.state(second) is BlockState.FREE
     assert pool.match([name("a")]) == [first]
-    pool.release([first, second])
+    pool.release([first])
+    assert pool.state(first) is BlockState.ACTIVE  # in use by who computed the second one
+    pool.release([first])
     assert pool.counts().cached == 1
+    pool.check_invariants()
+
+
+def test_a_block_computed_again_beside_an_idle_one_gives_way_to_it() -> None:
+    pool = BlockPool(2)
+    [first] = pool.allocate(1)
+    [second] = pool.allocate(1)
+    pool.index(first, name("a"), ROOT_HASH)
+    pool.release([first])
+    assert pool.index(second, name("a"), ROOT_HASH) == first
+    assert (pool.state(first), pool.state(second)) == (BlockState.ACTIVE, BlockState.FREE)
     pool.check_invariants()
 
 

@@ -314,6 +314,114 @@ def test_blocks_are_not_shared_before_they_are_computed() -> None:
     bench.check_answer(second)
 
 
+def test_equal_beginnings_that_arrive_together_are_computed_once() -> None:
+    bench = Bench(prefill_chunk_tokens=8, max_step_tokens=32)
+    shared = random.Random("shared").choices(range(1000), k=16)
+    specs = [bench.add(name, [*shared, *range(tail, tail + 3)]) for name, tail in (("a", 0), ("b", 5), ("c", 9))]
+    # "b" and "c" have 16 tokens in common with "a", so they come in when those have been computed.
+    assert bench.step() == [("a", 0, 8)]
+    assert bench.step() == [("a", 8, 8)]
+    assert bench.step() == [("a", 16, 3), ("b", 16, 3)]
+    assert bench.step() == [("a", 19, 1), ("b", 19, 1), ("c", 16, 3)]
+    bench.finish()
+    for spec in specs:
+        bench.check_answer(spec)
+
+
+def test_whoever_is_not_concerned_does_not_wait_along() -> None:
+    bench = Bench(prefill_chunk_tokens=16)
+    first = bench.add("a", 8)
+    bench.add("b", [*first.prompt_ids, 1])
+    bench.add("c", 5)
+    bench.add("d", [*first.prompt_ids, 2])
+    assert bench.step() == [("a", 0, 8), ("c", 0, 5)]
+    assert bench.step() == [("a", 8, 1), ("c", 5, 1), ("b", 8, 1), ("d", 8, 1)]
+
+
+def test_one_that_waits_for_anothers_block_keeps_its_place_and_its_room() -> None:
+    bench = Bench(max_running=2, max_step_tokens=40)
+    first = bench.add("a", 8, max_tokens=2)
+    bench.add("b", [*first.prompt_ids, 1], max_tokens=2)
+    bench.add("c", 3, max_tokens=1)
+    assert bench.step() == [("a", 0, 8)]
+    assert bench.step() == [("a", 8, 1), ("b", 8, 1)]
+    bench = Bench(num_blocks=8)
+    bench.add("a", first.prompt_ids)
+    bench.add("b", [*first.prompt_ids, *range(7)])
+    bench.add("c", 5)
+    # Of eight blocks "a" takes two, wants one more, and "b" may come to need four: too few are left for "c".
+    assert bench.step() == [("a", 0, 8)]
+    assert bench.step() == [("a", 8, 1), ("b", 8, 7), ("c", 0, 5)]
+
+
+@pytest.mark.parametrize(("priority", "does_wait"), [(0, True), (1, False)])
+def test_nobody_waits_for_a_block_of_one_that_is_served_later(priority: int, does_wait: bool) -> None:
+    bench = Bench()
+    first = bench.add("a", 20)
+    bench.step()
+    second = bench.add("b", [*first.prompt_ids, 1, 2, 3], priority=priority)
+    planned = bench.step()
+    assert planned == ([("a", 16, 4)] if does_wait else [("a", 16, 4), ("b", 16, 7)])
+    bench.finish()
+    bench.check_answer(first)
+    bench.check_answer(second)
+
+
+@pytest.mark.parametrize("how", ["abort", "fail"])
+def test_one_that_waits_for_anothers_block_goes_on_without_it(how: str) -> None:
+    bench = Bench(prefill_chunk_tokens=8)
+    first = bench.add("a", 20)
+    second = bench.add("b", first.prompt_ids)
+    bench.step()
+    assert bench.schedule() == [("a", 8, 8)]
+    if how == "abort":
+        bench.scheduler.abort(first.key)
+        bench.apply()
+        assert bench.schedule() == [("b", 16, 4)]
+    else:
+        bench.scheduler.fail_step()
+        assert bench.schedule() == [("b", 8, 8)]
+    bench.apply()
+    bench.finish()
+    bench.check_answer(second)
+
+
+def test_nobody_waits_for_a_block_under_another_extra_key() -> None:
+    bench = Bench()
+    first = bench.add("a", 8, extra_key=b"tenant-1")
+    bench.add("b", first.prompt_ids, extra_key=b"tenant-2")
+    assert bench.step() == [("a", 0, 8), ("b", 0, 8)]
+
+
+def test_prompts_that_were_pushed_here_twice_share_their_blocks() -> None:
+    bench = Bench()
+    specs = [bench.spec(name, [*range(8), tail], mode=SequenceMode.DECODE) for name, tail in (("a", 1), ("b", 2))]
+    for spec in specs:
+        bench.receive(spec)
+    assert bench.schedule() == [("a", 9, 1), ("b", 9, 1)]
+    assert bench.plan is not None
+    tables = [step.block_table for step in bench.plan.sequences]
+    assert tables[0][:2] == tables[1][:2]
+    assert bench.pool.counts().active == 2 + 2
+    bench.apply()
+    bench.finish()
+    for spec in specs:
+        bench.check_answer(spec)
+
+
+def test_blocks_that_decoding_has_filled_twice_lie_in_the_pool_once() -> None:
+    bench = Bench()
+    first = bench.add("a", 4, max_tokens=9)
+    second = bench.add("b", first.prompt_ids, max_tokens=9)
+    for _ in range(7):
+        bench.step()
+    # Four tokens of prompt and at least four of output: two full blocks, and a partial one for each.
+    assert bench.pool.counts().active == 2 + 2
+    bench.finish()
+    bench.check_answer(first)
+    bench.check_answer(second)
+
+
 def test_blocks_are_not_shared_across_extra_keys() -> None:
     bench = Bench()
     first = bench.add("a", 8, extra_key=b"tenant-1")
