@@ -108,6 +108,7 @@ class LegControl:
         leg.peer = grant.sender
         leg.pinned_blocks = cached
         leg.num_cached_tokens = len(cached) * self._block_size
+        self._pool.count_lookup(leg.num_input_tokens, leg.num_cached_tokens)
         leg.kv_transport = _transport_of(command.source)
         self._messages.append(
             ReserveGranted(

@@ -23,16 +23,18 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from engine.core.errors import OutOfBlocksError, StaleGenerationError
-from engine.core.prefix_index import BlockEvicted, BlockStored, PrefixIndex
+from engine.core.prefix_changes import IndexChanges, StoredBlock
+from engine.core.prefix_index import PrefixIndex
 
 __all__ = [
     "BlockCounts",
-    "BlockEvicted",
     "BlockPool",
     "BlockState",
-    "BlockStored",
+    "IndexChanges",
     "OutOfBlocksError",
+    "PrefixCounters",
     "StaleGenerationError",
+    "StoredBlock",
 ]
 
 DEFAULT_MAX_RESERVED_PERCENT = 75
@@ -57,6 +59,22 @@ class BlockCounts:
     cached: int
     reserved: int
     quarantined: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixCounters:
+    """Of the prefix cache, since the start.
+
+    Attributes:
+        num_query_tokens: of prompts (with the output they resume after) that were looked up, each one once.
+        num_hit_tokens: of these, found in the cache and not computed.
+        num_stored_blocks, num_evicted_blocks: that have become findable, and that were given away again.
+    """
+
+    num_query_tokens: int
+    num_hit_tokens: int
+    num_stored_blocks: int
+    num_evicted_blocks: int
 
 
 class BlockPool:
@@ -88,6 +106,8 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_in_state = [num_blocks, 0, 0, 0, 0]
         self._index = PrefixIndex()
+        self._num_query_tokens = 0
+        self._num_hit_tokens = 0
 
     @property
     def num_allocatable(self) -> int:
@@ -238,13 +258,37 @@ class BlockPool:
             quarantined=self._num_in_state[BlockState.QUARANTINED],
         )
 
-    def drain_events(self) -> list[BlockStored | BlockEvicted]:
-        """Changes of the prefix index since the last call; see PrefixIndex.drain_events."""
-        return self._index.drain_events()
+    @property
+    def num_indexed(self) -> int:
+        """Blocks that `match` can find, in use or not."""
+        return len(self._index)
 
-    def stored_blocks(self) -> list[BlockStored]:
-        """Everything in the prefix index, as a snapshot for a reader that missed events."""
-        return self._index.stored_blocks()
+    def count_lookup(self, num_query_tokens: int, num_hit_tokens: int) -> None:
+        """A sequence has come to run here: so many of its tokens were looked up, and so many found and acquired."""
+        assert 0 <= num_hit_tokens <= num_query_tokens
+        self._num_query_tokens += num_query_tokens
+        self._num_hit_tokens += num_hit_tokens
+
+    def prefix_counters(self) -> PrefixCounters:
+        return PrefixCounters(
+            num_query_tokens=self._num_query_tokens,
+            num_hit_tokens=self._num_hit_tokens,
+            num_stored_blocks=self._index.num_stored,
+            num_evicted_blocks=self._index.num_evicted,
+        )
+
+    @property
+    def num_pending_changes(self) -> int:
+        """Of the prefix index, that `take_changes` has not returned yet; at most two a block of the pool."""
+        return len(self._index.changes)
+
+    def take_changes(self, max_hashes: int) -> IndexChanges:
+        """What has become findable and what was evicted since the last call, net; see PendingChanges."""
+        return self._index.changes.take(max_hashes)
+
+    def tell_all_again(self) -> None:
+        """Whoever takes the changes has forgotten them all: everything findable counts as stored anew."""
+        self._index.tell_all_again()
 
     def _take(self, num_blocks: int, state: BlockState) -> list[int]:
         block_ids: list[int] = []

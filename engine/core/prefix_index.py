@@ -8,34 +8,31 @@ cannot be reached by `match`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from engine.core.eviction import LruQueue
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockStored:
-    """A block of this content can be matched from now on. `parent_hash` is ROOT_HASH for a sequence's first block."""
-
-    block_hash: bytes
-    parent_hash: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockEvicted:
-    """No block of this content is left in the pool."""
-
-    block_hash: bytes
+from engine.core.prefix_changes import PendingChanges
 
 
 class PrefixIndex:
     """Block hash to block id, and the eviction order of the indexed blocks that nobody uses.
 
+    `changes` is what has come and gone since its reader last took them, `num_stored` and `num_evicted` since the start.
+
     A parent can be idle while its child is in use: a push holds only the blocks that its receiver lacks, and the
     sequence they belong to may be over. Such a parent is evicted only when no idle leaf is left.
     """
 
-    __slots__ = ("_block_of", "_clock", "_idle_inner", "_idle_leaves", "_names", "_num_children", "_pending_events")
+    __slots__ = (
+        "_block_of",
+        "_clock",
+        "_idle_inner",
+        "_idle_leaves",
+        "_names",
+        "_num_children",
+        "changes",
+        "num_evicted",
+        "num_stored",
+    )
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
@@ -44,11 +41,16 @@ class PrefixIndex:
         self._idle_leaves = LruQueue()
         self._idle_inner = LruQueue()
         self._clock = 0
-        self._pending_events: dict[bytes, BlockStored | BlockEvicted] = {}
+        self.changes = PendingChanges()
+        self.num_stored = 0
+        self.num_evicted = 0
 
     @property
     def num_idle(self) -> int:
         return len(self._idle_leaves) + len(self._idle_inner)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._names
@@ -66,7 +68,8 @@ class PrefixIndex:
         parent_id = self._block_of.get(parent_hash)
         if num_siblings == 0 and parent_id is not None and parent_id in self._idle_leaves:
             self._idle_inner.add(parent_id, self._idle_leaves.remove(parent_id))
-        self._note(BlockStored(block_hash=block_hash, parent_hash=parent_hash))
+        self.num_stored += 1
+        self.changes.stored(block_hash, parent_hash)
         return block_id
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
@@ -104,27 +107,13 @@ class PrefixIndex:
             parent_id = self._block_of.get(parent_hash)
             if parent_id is not None and parent_id in self._idle_inner:
                 self._idle_leaves.add(parent_id, self._idle_inner.remove(parent_id))
-        self._note(BlockEvicted(block_hash=block_hash))
+        self.num_evicted += 1
+        self.changes.evicted(block_hash)
         return block_id
 
-    def drain_events(self) -> list[BlockStored | BlockEvicted]:
-        """What has changed since the last call, net: a block stored and evicted in between is not mentioned.
-
-        At most one event a hash waits, and only for hashes indexed now or at the last call, so the number waiting is
-        bounded by twice the pool's size even if nobody calls.
-        """
-        events = list(self._pending_events.values())
-        self._pending_events.clear()
-        return events
-
-    def stored_blocks(self) -> list[BlockStored]:
-        """Everything indexed now, oldest entry first: the snapshot that a reader with a gap in its events needs."""
-        return [BlockStored(block_hash=name, parent_hash=parent) for name, parent in self._names.values()]
-
-    def _note(self, event: BlockStored | BlockEvicted) -> None:
-        """Queues an event, unless it undoes one that nobody has seen."""
-        if self._pending_events.pop(event.block_hash, None) is None:
-            self._pending_events[event.block_hash] = event
+    def tell_all_again(self) -> None:
+        """The reader of `changes` has lost track: to it, everything that is indexed is new."""
+        self.changes.start_over(self._names.values())
 
     def check_invariants(self) -> None:
         assert len(self._block_of) == len(self._names), "hashes and blocks are not one to one"
@@ -138,5 +127,7 @@ class PrefixIndex:
             assert not (is_leaf and has_children), f"block {block_id} has children, yet is queued as a leaf"
             assert not (is_inner and not has_children), f"block {block_id} is a leaf, yet is queued as inner"
         assert num_children == self._num_children, "child counts are wrong"
+        assert self.num_stored - self.num_evicted == len(self._names), "blocks came or went uncounted"
+        self.changes.check_invariants(self._block_of)
         self._idle_leaves.check_invariants()
         self._idle_inner.check_invariants()

@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from engine.core.block_hash import ROOT_HASH, block_hash
-from engine.core.block_pool import (
-    BlockEvicted,
-    BlockPool,
-    BlockState,
-    BlockStored,
-    OutOfBlocksError,
-    StaleGenerationError,
-)
+from engine.core.block_pool import BlockPool, BlockState, OutOfBlocksError, StaleGenerationError
 
 Path = tuple[int, ...]
 
@@ -194,17 +187,28 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.reserved.difference_update(block_ids)
         self.in_quarantine.difference_update(block_ids)
 
+    @rule(max_hashes=st.integers(1, 20))
+    def take_changes(self, max_hashes: int) -> None:
+        """A reader who applies what it is told knows what is indexed once nothing waits, and never more than fits."""
+        changes = self.pool.take_changes(max_hashes)
+        stored = {block.block_hash for block in changes.stored}
+        assert len(stored) == len(changes.stored) and len(stored) + len(changes.evicted) <= max_hashes
+        assert not self.told & stored
+        for block_hash in changes.evicted:
+            self.told.remove(block_hash)
+        self.told |= stored
+        assert len(self.told) <= len(self.generations)
+        parents = {name(path): name(path[:-1]) for path in self.indexed}
+        assert all(parents[block.block_hash] == block.parent_hash for block in changes.stored)
+        if self.pool.num_pending_changes == 0:
+            assert self.told == parents.keys()
+        else:
+            assert len(stored) + len(changes.evicted) == max_hashes
+
     @rule()
-    def drain_events(self) -> None:
-        for event in self.pool.drain_events():
-            match event:
-                case BlockStored(block_hash=block_hash):
-                    assert block_hash not in self.told
-                    self.told.add(block_hash)
-                case BlockEvicted(block_hash=block_hash):
-                    self.told.remove(block_hash)
-        assert self.told == {name(path) for path in self.indexed}
-        assert self.told == {stored.block_hash for stored in self.pool.stored_blocks()}
+    def tell_all_again(self) -> None:
+        self.pool.tell_all_again()
+        self.told = set()
 
     @precondition(lambda self: hasattr(self, "pool"))
     @invariant()
@@ -216,6 +220,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert (counts.reserved, counts.quarantined) == (len(self.reserved), len(self.in_quarantine))
         assert counts.free == self.num_free
         assert self.pool.num_allocatable == counts.free + counts.cached
+        assert self.pool.num_indexed == len(self.indexed)
+        assert self.pool.num_pending_changes <= 2 * counts.total
         assert [self.pool.generation(block_id) for block_id in range(counts.total)] == self.generations
         for block_id in self.idle:
             assert self.pool.state(self.indexed[block_id]) is BlockState.CACHED

@@ -6,12 +6,13 @@ import pytest
 
 from engine.core.block_hash import ROOT_HASH
 from engine.core.block_pool import (
-    BlockEvicted,
     BlockPool,
     BlockState,
-    BlockStored,
+    IndexChanges,
     OutOfBlocksError,
+    PrefixCounters,
     StaleGenerationError,
+    StoredBlock,
 )
 
 
@@ -143,7 +144,7 @@ def test_eviction_takes_the_least_recently_used_chain_from_its_end() -> None:
     pool = BlockPool(6)
     store_chain(pool, "a", "ab", "abc")
     store_chain(pool, "x", "xy", "xyz")
-    pool.drain_events()
+    pool.take_changes(100)
     hit = pool.match([name("a")])
     pool.acquire(hit)
     pool.release(hit)  # "a" is the newest now, but it still has children
@@ -151,7 +152,7 @@ def test_eviction_takes_the_least_recently_used_chain_from_its_end() -> None:
     for _ in range(6):
         pool.allocate(1)
         pool.check_invariants()
-        evicted += [event.block_hash for event in pool.drain_events()]
+        evicted += pool.take_changes(100).evicted
     assert evicted == [name(text) for text in ("abc", "ab", "xyz", "xy", "x", "a")]
 
 
@@ -221,22 +222,67 @@ def test_a_cached_leaf_that_gets_a_child_is_no_leaf_any_more() -> None:
     assert [pool.allocate(1)[0] for _ in range(3)] == [child, parent, other]
 
 
-def test_events_tell_the_net_change() -> None:
+def stored(*names: str) -> tuple[StoredBlock, ...]:
+    """Of a chain: each name has one letter more than its parent's."""
+    parents = [name(text[:-1]) if text[:-1] else ROOT_HASH for text in names]
+    return tuple(
+        StoredBlock(block_hash=name(text), parent_hash=parent) for text, parent in zip(names, parents, strict=True)
+    )
+
+
+def test_changes_are_net() -> None:
     pool = BlockPool(2)
     store_chain(pool, "a", "ab")
-    stored = [
-        BlockStored(block_hash=name("a"), parent_hash=ROOT_HASH),
-        BlockStored(block_hash=name("ab"), parent_hash=name("a")),
-    ]
-    assert pool.stored_blocks() == stored
-    assert pool.drain_events() == stored
-    assert pool.drain_events() == []
-    block_ids = pool.allocate(2)
-    pool.release(block_ids)
+    assert pool.take_changes(100) == IndexChanges(stored=stored("a", "ab"))
+    assert pool.take_changes(100) == IndexChanges()
+    pool.release(pool.allocate(2))
     store_chain(pool, "x")
     pool.allocate(2)
-    assert pool.drain_events() == [BlockEvicted(block_hash=name("ab")), BlockEvicted(block_hash=name("a"))]
-    assert pool.stored_blocks() == []
+    assert pool.take_changes(100) == IndexChanges(evicted=(name("ab"), name("a")))
+    again = BlockPool(2)
+    store_chain(again, "a")
+    again.take_changes(100)
+    again.release(again.allocate(2))
+    store_chain(again, "a")
+    assert again.num_pending_changes == 0
+
+
+def test_changes_are_taken_in_parts_evictions_first() -> None:
+    pool = BlockPool(3)
+    store_chain(pool, "a", "ab")
+    pool.take_changes(100)
+    pool.release(pool.allocate(3))
+    store_chain(pool, "x", "xy", "xyz")
+    assert pool.num_pending_changes == 5
+    assert pool.take_changes(1) == IndexChanges(evicted=(name("ab"),))
+    assert pool.take_changes(2) == IndexChanges(evicted=(name("a"),), stored=stored("x"))
+    assert pool.take_changes(2) == IndexChanges(stored=stored("xy", "xyz"))
+    assert pool.num_pending_changes == 0
+
+
+def test_everything_can_be_told_again() -> None:
+    pool = BlockPool(4)
+    store_chain(pool, "a", "ab")
+    pool.take_changes(100)
+    store_chain(pool, "x")
+    pool.allocate(2)  # one is free, "ab" is evicted
+    pool.tell_all_again()
+    assert pool.num_indexed == 2
+    assert pool.take_changes(100) == IndexChanges(stored=stored("a", "x"))
+    pool.tell_all_again()
+    pool.allocate(1)
+    assert pool.take_changes(100) == IndexChanges(stored=stored("x"))
+
+
+def test_what_came_and_what_was_asked_for_is_counted() -> None:
+    pool = BlockPool(2)
+    store_chain(pool, "a", "ab")
+    pool.allocate(1)
+    pool.count_lookup(40, 16)
+    pool.count_lookup(5, 0)
+    assert pool.prefix_counters() == PrefixCounters(
+        num_query_tokens=45, num_hit_tokens=16, num_stored_blocks=2, num_evicted_blocks=1
+    )
 
 
 def test_misuse_is_caught() -> None:

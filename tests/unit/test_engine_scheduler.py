@@ -409,6 +409,21 @@ def test_prompts_that_were_pushed_here_twice_share_their_blocks() -> None:
         bench.check_answer(spec)
 
 
+def test_lookups_and_hits_are_counted_once_a_sequence() -> None:
+    bench = Bench(num_blocks=5)
+    old, new = bench.add("old", 7, max_tokens=8), bench.add("new", 7, max_tokens=8)
+    while bench.scheduler.num_waiting == 0 or not bench.answers.token_ids[old.key]:
+        bench.step()
+    assert bench.scheduler.num_waiting == 1  # preempted: when it runs again it finds blocks, which is no hit
+    bench.finish()
+    counters = bench.pool.prefix_counters()
+    assert (counters.num_query_tokens, counters.num_hit_tokens) == (14, 0)
+    bench.add("again", new.prompt_ids)
+    bench.finish()
+    counters = bench.pool.prefix_counters()
+    assert (counters.num_query_tokens, counters.num_hit_tokens) == (21, 4)
+
+
 def test_blocks_that_decoding_has_filled_twice_lie_in_the_pool_once() -> None:
     bench = Bench()
     first = bench.add("a", 4, max_tokens=9)
