@@ -40,7 +40,7 @@ soak: $(INSTALLED)  ## Many more simulated histories than the tests run.
 	@BATON_SIM_HISTORIES=20000 $(BIN)/python -m pytest tests/sim --timeout 7200
 
 stubs: $(INSTALLED)  ## Regenerate the stubs beside the .proto files.
-	@$(BIN)/python -m tests.tidy.stubs
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.tidy.stubs
 
 lock:  ## Resolve the ranges of pyproject.toml anew and write requirements.lock.
 	@rm -rf build/lock && $(PYTHON) -m venv build/lock

@@ -35,6 +35,9 @@ class AgentLimits:
     max_cancelled_attempts: int = 4_096
     """Attempts cancelled here that are remembered, so that a late command for one is refused."""
     max_legs: int = 1_024
+    block_events_interval_ns: int = 50_000_000
+    """Changes of the prefix cache are told to the coordinator together, this far apart. It uses them as hints."""
+    max_hashes_per_block_events: int = 4_096
     max_step_failures: int = 3
     """Steps that may fail in a row before the worker gives itself up."""
     max_step_ns: int = 120 * NS_PER_S

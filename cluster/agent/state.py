@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.agent import events as ev
+from cluster.agent.block_reports import BlockReporter
 from cluster.agent.effects import Effect, RefuseFront, RunStep, Shutdown, ToCoordinator
 from cluster.agent.leg_control import LegControl
 from cluster.agent.legs import LegTable, push_key_of
@@ -30,6 +31,7 @@ from cluster.core.messages import (
     Reserve,
     ReserveRefused,
     RunLocal,
+    SendBlockSnapshot,
     SenderStopped,
     WorkerLoad,
     WorkerMessage,
@@ -55,6 +57,11 @@ class WorkerState:
             config.push_limits,
             checksums=config.checksums,
             block_size_bytes=config.hello.block_size_bytes,
+        )
+        self._block_reporter = BlockReporter(
+            self._pool,
+            interval_ns=limits.block_events_interval_ns,
+            max_hashes=limits.max_hashes_per_block_events,
         )
         self._outbox = Outbox(limits)
         self._legs = LegTable(limits.max_cancelled_attempts)
@@ -90,12 +97,14 @@ class WorkerState:
             self._link.next_deadline_ns(),
             self._pushes.next_deadline_ns(),
             self._outbox.next_deadline_ns(),
+            self._block_reporter.next_deadline_ns() if self._link.is_registered else None,
             self._step_due_ns,
         )
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def load(self) -> WorkerLoad:
         scheduler, costs, counts = self._stepper.scheduler, self._stepper.costs, self._pool.counts()
+        prefix = self._pool.prefix_counters()
         return WorkerLoad(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -111,6 +120,8 @@ class WorkerState:
                 reserved=counts.reserved,
                 quarantined=counts.quarantined,
             ),
+            prefix_query_tokens=prefix.num_query_tokens,
+            prefix_hit_tokens=prefix.num_hit_tokens,
         )
 
     @property
@@ -157,6 +168,8 @@ class WorkerState:
         self._refused_fronts = []
         messages = self._reports + self._control.take_messages()
         self._reports = []
+        if self._link.is_registered and (block_events := self._block_reporter.take(now_ns)) is not None:
+            messages.append(block_events)
         if self._link.is_connected:
             effects += [ToCoordinator(message=message) for message in messages]
         return effects
@@ -225,6 +238,9 @@ class WorkerState:
                 self._control.peer_lost(now_ns, peer)
             case WorkerWelcome(heartbeat_ms=heartbeat_ms):
                 self._link.welcomed(now_ns, heartbeat_ms)
+                self._block_reporter.start_over()
+            case SendBlockSnapshot():
+                self._block_reporter.start_over()
             case WorkerRefused(reason=reason):
                 self._shutdown_reason = f"the coordinator refused this worker: {reason}"
 

@@ -10,7 +10,7 @@ from cluster.cli.tables import format_bytes, format_table
 _BLOCK_STATES = ("total", "free", "active", "cached", "reserved", "quarantined")
 # Narrow enough for a terminal of 100 columns.
 _BLOCK_HEADER = ("BLOCKS", "FREE", "ACTIVE", "CACHED", "RESV", "QUAR")
-_WORKER_HEADER = ("WORKER", "STATE", "INCARNATION", "PID", "HOST", "RUN", "WAIT", *_BLOCK_HEADER)
+_WORKER_HEADER = ("WORKER", "STATE", "INCARNATION", "PID", "HOST", "RUN", "WAIT", *_BLOCK_HEADER, "HIT%")
 
 
 def status_json(status: admin_pb2.GetStatusResponse) -> dict[str, Any]:
@@ -100,6 +100,12 @@ def _worker_json(worker: admin_pb2.WorkerStatus) -> dict[str, Any]:
         "running": worker.num_running,
         "waiting": worker.num_waiting,
         "blocks": {name: getattr(worker.blocks, name) for name in _BLOCK_STATES},
+        "prefix_cache": {
+            "blocks": worker.prefix_cache.num_blocks,
+            "query_tokens": worker.prefix_cache.query_tokens,
+            "hit_tokens": worker.prefix_cache.hit_tokens,
+        },
+        "metrics_address": worker.metrics_address,
     }
 
 
@@ -120,7 +126,13 @@ def _worker_row(worker: admin_pb2.WorkerStatus) -> tuple[str, ...]:
         str(worker.num_running),
         str(worker.num_waiting),
         *(str(getattr(worker.blocks, name)) for name in _BLOCK_STATES),
+        _hit_percent(worker.prefix_cache),
     )
+
+
+def _hit_percent(cache: admin_pb2.PrefixCacheStatus) -> str:
+    """Of the prompt tokens looked up in the prefix cache, those found there; `-` before the first one."""
+    return f"{100 * cache.hit_tokens / cache.query_tokens:.0f}" if cache.query_tokens else "-"
 
 
 def _duration(seconds: float) -> str:

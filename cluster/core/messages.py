@@ -217,7 +217,8 @@ ToFrontMessage = FrontWelcome | Refused | Placed | AttemptFailed | EndRequest
 class WorkerLoad:
     """What placement needs to know; sent with the hello and with every heartbeat.
 
-    `step_ms_per_token` is the measured cost of one prefill token, 0 while unmeasured.
+    `step_ms_per_token` is the measured cost of one prefill token, 0 while unmeasured. `prefix_query_tokens` were looked
+    up in the prefix cache since the worker's start, and `prefix_hit_tokens` of them found.
     """
 
     num_running: int = 0
@@ -227,6 +228,8 @@ class WorkerLoad:
     step_ms_per_token: float = 0.0
     decode_step_ms: float = 0.0
     blocks: BlockCounts = BlockCounts(total=0, free=0, active=0, cached=0, reserved=0, quarantined=0)
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +251,7 @@ class WorkerHello:
     """A worker registers. Fields of the compatibility hash are repeated in the clear for error messages.
 
     `compatibility` must agree between all workers of a cluster (model fingerprint, dtype, block size, layout).
+    `metrics_address` is the host:port of its Prometheus page, empty if it has none.
     """
 
     ref: WorkerRef
@@ -263,12 +267,37 @@ class WorkerHello:
     max_model_tokens: int
     load: WorkerLoad
     inventory: tuple[AttemptId, ...] = ()
+    metrics_address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     load: WorkerLoad
     leases: tuple[LeaseInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRun:
+    """Hashes of blocks that follow each other; `parent` is that of the block before the first one."""
+
+    parent: bytes
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockEvents:
+    """What has changed of the blocks that this life of the worker can find by content.
+
+    Attributes:
+        sequence_number: one more than that of the last message of this kind.
+        is_snapshot: what was told before is void; all that can be found now is told anew, here and in what follows.
+        stored: can be found from now on. evicted: hashes of which no block is left.
+    """
+
+    sequence_number: int
+    is_snapshot: bool
+    stored: tuple[BlockRun, ...] = ()
+    evicted: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,6 +381,7 @@ WorkerMessage = (
     | LegFailed
     | LegReleased
     | PeerFenced
+    | BlockEvents
 )
 
 # ---- coordinator -> worker (commands; each is sent with the epoch and the worker's id, see Command) -----------
@@ -421,7 +451,22 @@ class PeerLost:
     peer: WorkerId
 
 
-CommandBody = WorkerWelcome | WorkerRefused | Reserve | Prefill | RunLocal | CancelLeg | SenderStopped | PeerLost
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendBlockSnapshot:
+    """Block events were missed: begin them anew with a snapshot."""
+
+
+CommandBody = (
+    WorkerWelcome
+    | WorkerRefused
+    | Reserve
+    | Prefill
+    | RunLocal
+    | CancelLeg
+    | SenderStopped
+    | PeerLost
+    | SendBlockSnapshot
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from cluster.core.handlers.timeouts import on_tick
 from cluster.core.ids import FrontId, WorkerId
 from cluster.core.leases import Side
 from cluster.core.messages import (
+    BlockEvents,
     CancelRequest,
     Committed,
     Finished,
@@ -143,6 +144,8 @@ class ClusterState:
         match message:
             case Heartbeat():
                 workers.on_heartbeat(parts, worker, message)
+            case BlockEvents():
+                workers.on_block_events(parts, worker, message)
             case PeerFenced():
                 workers.on_peer_fenced(parts, now_ns, sender, message)
             case ReserveGranted():

@@ -115,7 +115,9 @@ def _view_worker(parts: Parts, worker: Worker, now_ns: int) -> WorkerView:
         model=hello.model,
         token_address=hello.ref.token_address,
         transports=tuple(dict.fromkeys(endpoint.transport for endpoint in hello.ref.endpoints)),
+        metrics_address=hello.metrics_address,
         silent_ms=silent_ns // NS_PER_MS,
         num_legs=worker.num_legs,
+        num_known_blocks=worker.known_blocks.num_blocks,
         load=worker.load,
     )

@@ -12,7 +12,8 @@ from cluster.core.messages import BlockCounts, WorkerLoad
 class WorkerView:
     """A registered worker. `state` is `ready`, or `silent` where heartbeats are missing.
 
-    `num_legs` counts what the coordinator has given it and not seen released; `load` is from its last heartbeat.
+    `num_legs` counts what the coordinator has given it and not seen released; `load` is from its last heartbeat;
+    `num_known_blocks` are those that prompts can hit there.
     """
 
     worker: WorkerId
@@ -24,8 +25,10 @@ class WorkerView:
     model: str
     token_address: str
     transports: tuple[str, ...]
+    metrics_address: str
     silent_ms: int
     num_legs: int
+    num_known_blocks: int
     load: WorkerLoad
 
     @property

@@ -67,6 +67,12 @@ def _worker_status(worker: WorkerView) -> admin_pb2.WorkerStatus:
         heartbeat_age_ms=worker.silent_ms,
         token_address=worker.token_address,
         transports=worker.transports,
+        prefix_cache=admin_pb2.PrefixCacheStatus(
+            num_blocks=worker.num_known_blocks,
+            query_tokens=worker.load.prefix_query_tokens,
+            hit_tokens=worker.load.prefix_hit_tokens,
+        ),
+        metrics_address=worker.metrics_address,
     )
 
 

@@ -45,7 +45,7 @@ def check_outcomes(world: World) -> None:
 def leftovers(world: World) -> list[str]:
     """What is still kept anywhere, in words; empty once everything is over."""
     found = [f"{node.front} still has {node.num_live} requests" for node in world.fronts if node.num_live]
-    found += _registry_leftovers(world)
+    found += _registry_leftovers(world) + _untold_blocks(world)
     for node in world.all_workers:
         if not node.process.alive:
             continue
@@ -87,6 +87,17 @@ def _registry_leftovers(world: World) -> list[str]:
         f"no life of {name} that runs is registered"
         for name, life in running
         if life is None or life.worker not in lives
+    ]
+
+
+def _untold_blocks(world: World) -> list[str]:
+    """Workers whose findable blocks the coordinator counts wrongly."""
+    status = world.coordinator.state.status(world.coordinator.process.now_ns())
+    known = {worker.worker: worker.num_known_blocks for pool in status.pools for worker in pool.workers}
+    return [
+        f"{node.worker} can find {node.state.pool.num_indexed} blocks, the coordinator knows of {known[node.worker]}"
+        for node in world.all_workers
+        if node.process.alive and node.worker in known and known[node.worker] != node.state.pool.num_indexed
     ]
 
 

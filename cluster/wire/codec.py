@@ -43,6 +43,7 @@ _WORKER: dict[str, type] = {
     "leg_failed": messages.LegFailed,
     "leg_released": messages.LegReleased,
     "peer_fenced": messages.PeerFenced,
+    "block_events": messages.BlockEvents,
 }
 _COMMAND: dict[str, type] = {
     "worker_welcome": messages.WorkerWelcome,
@@ -53,6 +54,7 @@ _COMMAND: dict[str, type] = {
     "cancel_leg": messages.CancelLeg,
     "sender_stopped": messages.SenderStopped,
     "peer_lost": messages.PeerLost,
+    "send_block_snapshot": messages.SendBlockSnapshot,
 }
 _TOKEN_REQUEST: dict[str, type] = {
     "stream_hello": token_messages.StreamHello,

@@ -194,8 +194,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         stored = {block.block_hash for block in changes.stored}
         assert len(stored) == len(changes.stored) and len(stored) + len(changes.evicted) <= max_hashes
         assert not self.told & stored
-        for block_hash in changes.evicted:
-            self.told.remove(block_hash)
+        for evicted in changes.evicted:
+            self.told.remove(evicted)
         self.told |= stored
         assert len(self.told) <= len(self.generations)
         parents = {name(path): name(path[:-1]) for path in self.indexed}

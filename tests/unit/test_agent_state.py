@@ -11,6 +11,7 @@ from cluster.agent import events as ev
 from cluster.agent.limits import AgentLimits
 from cluster.core.ids import AttemptId, FrontId, Outcome, WorkerId
 from cluster.core.messages import (
+    BlockEvents,
     CancelLeg,
     Command,
     Heartbeat,
@@ -21,12 +22,14 @@ from cluster.core.messages import (
     Reserve,
     ReserveRefused,
     RunLocal,
+    SendBlockSnapshot,
     SenderStopped,
     WorkerHello,
     WorkerRefused,
     WorkerWelcome,
 )
 from cluster.core.token_messages import Forget, Watch
+from engine.core.block_hash import ROOT_HASH, extra_key, hash_blocks
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
 from engine.core.step import StepPlan, StepResult
@@ -506,6 +509,72 @@ def test_reconnect_announces_what_is_held() -> None:
     world.decode.handle(ev.CoordinatorConnected())
     hello = world.messages[-1][1]
     assert isinstance(hello, WorkerHello) and hello.inventory == (request.attempt,)
+
+
+def block_events(world: World, worker: WorkerId) -> list[BlockEvents]:
+    return [said for teller, said in world.messages if teller == worker and isinstance(said, BlockEvents)]
+
+
+def test_both_workers_tell_which_blocks_of_a_request_they_can_find() -> None:
+    world = World()
+    assert [said.is_snapshot for said in block_events(world, world.decode.worker)] == [True]
+    request = world.submit("r", body(tuple(range(17)), max_tokens=6))
+    world.settle()
+    world.advance(SECOND_NS)
+    told = {host.worker: block_events(world, host.worker)[-1] for host in world.hosts()}
+    prompt_blocks = hash_blocks(range(17), BLOCK_SIZE, extra_key("toy"))
+    (run,) = told[world.prefill.worker].stored
+    assert (run.parent, list(run.hashes)) == (ROOT_HASH, prompt_blocks)
+    # Decode has the blocks of the answer as well, but for its last token, whose KV is never computed.
+    (run,) = told[world.decode.worker].stored
+    answer = expected(request.body)
+    assert list(run.hashes) == hash_blocks([*range(17), *answer[:-1]], BLOCK_SIZE, extra_key("toy"))
+    numbers = [said.sequence_number for said in block_events(world, world.decode.worker)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    finish(world, request)
+
+
+def test_block_events_wait_for_a_coordinator_bounded_and_begin_anew_with_it() -> None:
+    world = World(num_blocks=24)
+    decode = world.decode
+    decode.handle(ev.CoordinatorLost())
+    num_told = len(block_events(world, decode.worker))
+    for index in range(30):
+        world.submit(f"r{index}", body((index, *range(12)), max_tokens=2), local=True)
+        world.settle()
+        world.advance(MILLISECOND_NS)
+        assert decode.state.pool.num_pending_changes <= 2 * 24
+    assert len(block_events(world, decode.worker)) == num_told
+    decode.handle(ev.CoordinatorConnected())
+    assert len(block_events(world, decode.worker)) == num_told
+    decode.command(WorkerWelcome(heartbeat_ms=1_000))
+    world.advance(SECOND_NS)
+    told = block_events(world, decode.worker)[-1]
+    assert told.is_snapshot and told.evicted == ()
+    assert sum(len(run.hashes) for run in told.stored) == decode.state.pool.num_indexed > 0
+
+
+def test_a_snapshot_of_the_blocks_can_be_asked_for() -> None:
+    world = World()
+    world.submit("r", body(), local=True)
+    world.settle()
+    world.advance(SECOND_NS)
+    world.decode.command(SendBlockSnapshot())
+    world.advance(SECOND_NS)
+    earlier, told = block_events(world, world.decode.worker)[-2:]
+    assert told.is_snapshot and told.stored == earlier.stored
+    assert told.sequence_number == earlier.sequence_number + 1
+
+
+def test_load_reports_what_the_prefix_cache_has_saved() -> None:
+    world = World()
+    for index in range(2):
+        request = world.submit(f"r{index}", body(tuple(range(17)), max_tokens=3))
+        finish(world, request)
+    # 16 of 17 tokens the second time, on both sides: decode had those blocks too and pinned them.
+    for host in world.hosts():
+        load = host.state.load()
+        assert (load.prefix_query_tokens, load.prefix_hit_tokens) == (34, 16)
 
 
 def test_worker_without_coordinator_ends_after_its_grace() -> None:

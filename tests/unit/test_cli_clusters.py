@@ -40,6 +40,8 @@ STATUS = admin_pb2.GetStatusResponse(
                     num_running=1,
                     num_waiting=4,
                     blocks=COUNTS,
+                    prefix_cache=admin_pb2.PrefixCacheStatus(num_blocks=30, query_tokens=800, hit_tokens=500),
+                    metrics_address="h:9400",
                 ),
                 admin_pb2.WorkerStatus(name="p-1", role="prefill", state="down"),
             ],
@@ -114,6 +116,8 @@ def test_status_as_json(tmp_path: Path) -> None:
         "running": 1,
         "waiting": 4,
         "blocks": {"total": 100, "free": 60, "active": 20, "cached": 10, "reserved": 8, "quarantined": 2},
+        "prefix_cache": {"blocks": 30, "query_tokens": 800, "hit_tokens": 500},
+        "metrics_address": "h:9400",
     }
     missing = {
         "name": "p-1",
@@ -125,6 +129,8 @@ def test_status_as_json(tmp_path: Path) -> None:
         "running": 0,
         "waiting": 0,
         "blocks": dict.fromkeys(worker["blocks"], 0),
+        "prefix_cache": {"blocks": 0, "query_tokens": 0, "hit_tokens": 0},
+        "metrics_address": "",
     }
     assert told["pools"] == [
         {"name": "p", "role": "prefill", "replicas": 2, "workers": [worker, missing]},
@@ -152,8 +158,9 @@ def test_status_for_people(tmp_path: Path) -> None:
         "CACHED": "10",
         "RESV": "8",
         "QUAR": "2",
+        "HIT%": "62",
     }
-    assert lines[5].split() == ["p-1", "down", *["-"] * 11]
+    assert lines[5].split() == ["p-1", "down", *["-"] * 12]
     assert lines[7:9] == ["pool d, role decode: 0 of 1 workers ready", lines[3]]
     assert len(lines) == 10 and max(map(len, lines)) <= 100
 

@@ -10,6 +10,8 @@ from cluster.core.ids import AttemptId, Outcome, Role, WorkerId
 from cluster.core.limits import MAX_HEARTBEAT_MS
 from cluster.core.messages import (
     AttemptFailed,
+    BlockEvents,
+    BlockRun,
     CancelLeg,
     Committed,
     EndRequest,
@@ -24,6 +26,7 @@ from cluster.core.messages import (
     Reserve,
     Resubmit,
     RunLocal,
+    SendBlockSnapshot,
     SenderStopped,
     WorkerRefused,
     WorkerWelcome,
@@ -518,3 +521,50 @@ def test_higher_priority_is_placed_first() -> None:
     bench.submit("high", priority=5)
     bench.join(D0)
     assert [message.attempt.request_id for message in bench.said() if isinstance(message, Placed)] == ["high"]
+
+
+# ---- block events ---------------------------------------------------------------------------------------------
+
+
+def _block_events(number: int, num_stored: int = 0, num_evicted: int = 0, *, is_snapshot: bool = False) -> BlockEvents:
+    run = BlockRun(parent=bytes(16), hashes=tuple(bytes([i]) for i in range(num_stored)))
+    evicted = tuple(bytes([i]) for i in range(num_evicted))
+    return BlockEvents(
+        sequence_number=number, is_snapshot=is_snapshot, stored=(run,) if num_stored else (), evicted=evicted
+    )
+
+
+def _known_blocks(bench: Bench) -> dict[WorkerId, int]:
+    pools = bench.state.status(bench.now_ns).pools
+    return {view.worker: view.num_known_blocks for pool in pools for view in pool.workers}
+
+
+def test_the_blocks_that_each_worker_can_find_are_counted() -> None:
+    bench = _bench()
+    bench.worker_says(P0, _block_events(1, is_snapshot=True))
+    bench.worker_says(P0, _block_events(2, num_stored=5))
+    assert bench.effects == []
+    bench.worker_says(P0, _block_events(3, num_stored=1, num_evicted=2))
+    bench.worker_says(D0, _block_events(1, num_stored=3, is_snapshot=True))
+    assert _known_blocks(bench) == {P0: 4, D0: 3}
+
+
+def test_a_gap_in_the_block_events_has_the_worker_tell_everything_again() -> None:
+    bench = _bench()
+    bench.worker_says(P0, _block_events(1, num_stored=2, is_snapshot=True))
+    bench.worker_says(P0, _block_events(3, num_stored=5))
+    assert bench.commands(P0) == [SendBlockSnapshot()]
+    bench.worker_says(P0, _block_events(4, num_evicted=5))
+    assert bench.commands(P0) == [] and _known_blocks(bench)[P0] == 2
+    bench.worker_says(P0, _block_events(5, num_stored=6, is_snapshot=True))
+    bench.worker_says(P0, _block_events(6, num_evicted=1))
+    assert bench.effects == [] and _known_blocks(bench)[P0] == 5
+
+
+def test_the_next_life_of_a_worker_begins_without_blocks() -> None:
+    bench = _bench()
+    bench.worker_says(P0, _block_events(1, num_stored=2, is_snapshot=True))
+    later = WorkerId(P0.name, 2)
+    bench.join(later)
+    bench.worker_says(P0, _block_events(2, num_stored=2))
+    assert bench.effects == [] and _known_blocks(bench)[later] == 0

@@ -35,12 +35,16 @@ def worker_view(name: str, pool: str, role: Role) -> WorkerView:
         model="tiny",
         token_address="h:1",
         transports=("shm",),
+        metrics_address="h:2",
         silent_ms=3,
         num_legs=0,
+        num_known_blocks=6,
         load=WorkerLoad(
             num_running=1,
             num_waiting=2,
             blocks=BlockCounts(total=9, free=9, active=0, cached=0, reserved=0, quarantined=0),
+            prefix_query_tokens=40,
+            prefix_hit_tokens=32,
         ),
     )
 
@@ -66,6 +70,8 @@ def test_a_worker_that_is_not_registered_is_down() -> None:
     lost, ready = status(prefill=(worker_view("p-1", "p", Role.PREFILL),)).pools[0].workers
     assert lost == admin_pb2.WorkerStatus(name="p-0", role="prefill", state="down")
     assert (ready.name, ready.state, ready.incarnation, ready.pid) == ("p-1", "ready", 17, 4711)
+    assert ready.prefix_cache == admin_pb2.PrefixCacheStatus(num_blocks=6, query_tokens=40, hit_tokens=32)
+    assert ready.metrics_address == "h:2"
 
 
 def test_workers_are_told_in_the_order_of_their_numbers() -> None:

@@ -13,7 +13,17 @@ from cluster.core.limits import (
     RELEASE_TIMEOUT_NS,
     UNKNOWN_ATTEMPT,
 )
-from cluster.core.messages import CancelLeg, Heartbeat, PeerFenced, PeerLost, WorkerHello, WorkerRefused, WorkerWelcome
+from cluster.core.messages import (
+    BlockEvents,
+    CancelLeg,
+    Heartbeat,
+    PeerFenced,
+    PeerLost,
+    SendBlockSnapshot,
+    WorkerHello,
+    WorkerRefused,
+    WorkerWelcome,
+)
 from cluster.core.parts import Parts
 from cluster.core.requests import Failure, Phase
 from cluster.core.timers import TimerKey, TimerKind
@@ -51,6 +61,12 @@ def on_heartbeat(parts: Parts, sender: Worker, message: Heartbeat) -> None:
         parts.outbox.to_worker(sender.id, CancelLeg(attempt=info.attempt, reason=UNKNOWN_ATTEMPT))
         if parts.workers.is_lost(info.peer):
             parts.outbox.to_worker(sender.id, PeerLost(peer=info.peer))
+
+
+def on_block_events(parts: Parts, sender: Worker, message: BlockEvents) -> None:
+    """Follows what prompts can hit at that worker. Where something was missed, it tells everything again."""
+    if sender.known_blocks.hear(message):
+        parts.outbox.to_worker(sender.id, SendBlockSnapshot())
 
 
 def on_peer_fenced(parts: Parts, now_ns: int, sender: WorkerId, message: PeerFenced) -> None:

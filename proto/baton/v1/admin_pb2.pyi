@@ -124,6 +124,8 @@ class WorkerStatus(_message.Message):
     HEARTBEAT_AGE_MS_FIELD_NUMBER: _builtins.int
     TOKEN_ADDRESS_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
     state: _builtins.str
@@ -138,10 +140,14 @@ class WorkerStatus(_message.Message):
     heartbeat_age_ms: _builtins.int
     """Age of the last heartbeat."""
     token_address: _builtins.str
+    metrics_address: _builtins.str
+    """host:port of the worker's Prometheus page (/metrics); empty if it has none."""
     @_builtins.property
     def blocks(self) -> Global___BlockCounts: ...
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def prefix_cache(self) -> Global___PrefixCacheStatus: ...
     def __init__(
         self,
         *,
@@ -157,10 +163,12 @@ class WorkerStatus(_message.Message):
         heartbeat_age_ms: _builtins.int = ...,
         token_address: _builtins.str = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
+        prefix_cache: Global___PrefixCacheStatus | None = ...,
+        metrics_address: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "prefix_cache", b"prefix_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "heartbeat_age_ms", b"heartbeat_age_ms", "host", b"host", "incarnation", b"incarnation", "name", b"name", "num_running", b"num_running", "num_waiting", b"num_waiting", "pid", b"pid", "role", b"role", "state", b"state", "token_address", b"token_address", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "heartbeat_age_ms", b"heartbeat_age_ms", "host", b"host", "incarnation", b"incarnation", "metrics_address", b"metrics_address", "name", b"name", "num_running", b"num_running", "num_waiting", b"num_waiting", "pid", b"pid", "prefix_cache", b"prefix_cache", "role", b"role", "state", b"state", "token_address", b"token_address", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -205,6 +213,35 @@ class BlockCounts(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BlockCounts: _TypeAlias = BlockCounts  # noqa: Y015
+
+@_typing.final
+class PrefixCacheStatus(_message.Message):
+    """What a worker saves itself by finding beginnings of prompts in its pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    QUERY_TOKENS_FIELD_NUMBER: _builtins.int
+    HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """Blocks that can be found by content, in use or not, as the worker's events have told."""
+    query_tokens: _builtins.int
+    """Prompt tokens looked up since the worker's start, and those of them that were found."""
+    hit_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+        query_tokens: _builtins.int = ...,
+        hit_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit_tokens", b"hit_tokens", "num_blocks", b"num_blocks", "query_tokens", b"query_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixCacheStatus: _TypeAlias = PrefixCacheStatus  # noqa: Y015
 
 @_typing.final
 class GetLeasesRequest(_message.Message):

@@ -733,6 +733,7 @@ class WorkerEnvelope(_message.Message):
     LEG_FAILED_FIELD_NUMBER: _builtins.int
     LEG_RELEASED_FIELD_NUMBER: _builtins.int
     PEER_FENCED_FIELD_NUMBER: _builtins.int
+    BLOCK_EVENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def worker_hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -753,6 +754,8 @@ class WorkerEnvelope(_message.Message):
     def leg_released(self) -> Global___LegReleased: ...
     @_builtins.property
     def peer_fenced(self) -> Global___PeerFenced: ...
+    @_builtins.property
+    def block_events(self) -> Global___BlockEvents: ...
     def __init__(
         self,
         *,
@@ -766,12 +769,13 @@ class WorkerEnvelope(_message.Message):
         leg_failed: Global___LegFailed | None = ...,
         leg_released: Global___LegReleased | None = ...,
         peer_fenced: Global___PeerFenced | None = ...,
+        block_events: Global___BlockEvents | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "finished", b"finished", "heartbeat", b"heartbeat", "leg_failed", b"leg_failed", "leg_released", b"leg_released", "message", b"message", "peer_fenced", b"peer_fenced", "prefill_done", b"prefill_done", "reserve_granted", b"reserve_granted", "reserve_refused", b"reserve_refused", "worker_hello", b"worker_hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_events", b"block_events", "committed", b"committed", "finished", b"finished", "heartbeat", b"heartbeat", "leg_failed", b"leg_failed", "leg_released", b"leg_released", "message", b"message", "peer_fenced", b"peer_fenced", "prefill_done", b"prefill_done", "reserve_granted", b"reserve_granted", "reserve_refused", b"reserve_refused", "worker_hello", b"worker_hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "finished", b"finished", "heartbeat", b"heartbeat", "leg_failed", b"leg_failed", "leg_released", b"leg_released", "message", b"message", "peer_fenced", b"peer_fenced", "prefill_done", b"prefill_done", "reserve_granted", b"reserve_granted", "reserve_refused", b"reserve_refused", "worker_hello", b"worker_hello"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_events", b"block_events", "committed", b"committed", "finished", b"finished", "heartbeat", b"heartbeat", "leg_failed", b"leg_failed", "leg_released", b"leg_released", "message", b"message", "peer_fenced", b"peer_fenced", "prefill_done", b"prefill_done", "reserve_granted", b"reserve_granted", "reserve_refused", b"reserve_refused", "worker_hello", b"worker_hello"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["worker_hello", "heartbeat", "reserve_granted", "reserve_refused", "prefill_done", "committed", "finished", "leg_failed", "leg_released", "peer_fenced"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["worker_hello", "heartbeat", "reserve_granted", "reserve_refused", "prefill_done", "committed", "finished", "leg_failed", "leg_released", "peer_fenced", "block_events"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -788,12 +792,16 @@ class WorkerLoad(_message.Message):
     STEP_MS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     DECODE_STEP_MS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFIX_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     waiting_prefill_tokens: _builtins.int
     num_steps: _builtins.int
     step_ms_per_token: _builtins.float
     decode_step_ms: _builtins.float
+    prefix_query_tokens: _builtins.int
+    prefix_hit_tokens: _builtins.int
     @_builtins.property
     def blocks(self) -> _admin_pb2.BlockCounts: ...
     def __init__(
@@ -806,10 +814,12 @@ class WorkerLoad(_message.Message):
         step_ms_per_token: _builtins.float = ...,
         decode_step_ms: _builtins.float = ...,
         blocks: _admin_pb2.BlockCounts | None = ...,
+        prefix_query_tokens: _builtins.int = ...,
+        prefix_hit_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "decode_step_ms", b"decode_step_ms", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "step_ms_per_token", b"step_ms_per_token", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "decode_step_ms", b"decode_step_ms", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "step_ms_per_token", b"step_ms_per_token", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -874,6 +884,7 @@ class WorkerHello(_message.Message):
     MAX_MODEL_TOKENS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     INVENTORY_FIELD_NUMBER: _builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     role: Global___Role.ValueType
     host: _builtins.str
@@ -884,6 +895,7 @@ class WorkerHello(_message.Message):
     block_size: _builtins.int
     block_size_bytes: _builtins.int
     max_model_tokens: _builtins.int
+    metrics_address: _builtins.str
     @_builtins.property
     def ref(self) -> Global___WorkerRef: ...
     @_builtins.property
@@ -906,10 +918,11 @@ class WorkerHello(_message.Message):
         max_model_tokens: _builtins.int = ...,
         load: Global___WorkerLoad | None = ...,
         inventory: _abc.Iterable[Global___AttemptId] | None = ...,
+        metrics_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "block_size_bytes", b"block_size_bytes", "compatibility", b"compatibility", "compatibility_details", b"compatibility_details", "host", b"host", "inventory", b"inventory", "load", b"load", "max_model_tokens", b"max_model_tokens", "model", b"model", "pid", b"pid", "pool", b"pool", "ref", b"ref", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "block_size_bytes", b"block_size_bytes", "compatibility", b"compatibility", "compatibility_details", b"compatibility_details", "host", b"host", "inventory", b"inventory", "load", b"load", "max_model_tokens", b"max_model_tokens", "metrics_address", b"metrics_address", "model", b"model", "pid", b"pid", "pool", b"pool", "ref", b"ref", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1148,6 +1161,59 @@ class PeerFenced(_message.Message):
 Global___PeerFenced: _TypeAlias = PeerFenced  # noqa: Y015
 
 @_typing.final
+class BlockRun(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    parent: _builtins.bytes
+    @_builtins.property
+    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        parent: _builtins.bytes = ...,
+        hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "parent", b"parent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockRun: _TypeAlias = BlockRun  # noqa: Y015
+
+@_typing.final
+class BlockEvents(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_NUMBER_FIELD_NUMBER: _builtins.int
+    IS_SNAPSHOT_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    sequence_number: _builtins.int
+    is_snapshot: _builtins.bool
+    @_builtins.property
+    def stored(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockRun]: ...
+    @_builtins.property
+    def evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        sequence_number: _builtins.int = ...,
+        is_snapshot: _builtins.bool = ...,
+        stored: _abc.Iterable[Global___BlockRun] | None = ...,
+        evicted: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "is_snapshot", b"is_snapshot", "sequence_number", b"sequence_number", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockEvents: _TypeAlias = BlockEvents  # noqa: Y015
+
+@_typing.final
 class Command(_message.Message):
     """---- coordinator to worker ----"""
 
@@ -1163,6 +1229,7 @@ class Command(_message.Message):
     CANCEL_LEG_FIELD_NUMBER: _builtins.int
     SENDER_STOPPED_FIELD_NUMBER: _builtins.int
     PEER_LOST_FIELD_NUMBER: _builtins.int
+    SEND_BLOCK_SNAPSHOT_FIELD_NUMBER: _builtins.int
     BODY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     @_builtins.property
@@ -1186,6 +1253,8 @@ class Command(_message.Message):
     @_builtins.property
     def peer_lost(self) -> Global___PeerLost: ...
     @_builtins.property
+    def send_block_snapshot(self) -> Global___SendBlockSnapshot: ...
+    @_builtins.property
     def body(self) -> Global___RequestBody:
         """With Reserve, Prefill and RunLocal."""
 
@@ -1202,13 +1271,14 @@ class Command(_message.Message):
         cancel_leg: Global___CancelLeg | None = ...,
         sender_stopped: Global___SenderStopped | None = ...,
         peer_lost: Global___PeerLost | None = ...,
+        send_block_snapshot: Global___SendBlockSnapshot | None = ...,
         body: Global___RequestBody | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_leg", b"cancel_leg", "command", b"command", "peer_lost", b"peer_lost", "prefill", b"prefill", "reserve", b"reserve", "run_local", b"run_local", "sender_stopped", b"sender_stopped", "worker", b"worker", "worker_refused", b"worker_refused", "worker_welcome", b"worker_welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_leg", b"cancel_leg", "command", b"command", "peer_lost", b"peer_lost", "prefill", b"prefill", "reserve", b"reserve", "run_local", b"run_local", "send_block_snapshot", b"send_block_snapshot", "sender_stopped", b"sender_stopped", "worker", b"worker", "worker_refused", b"worker_refused", "worker_welcome", b"worker_welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_leg", b"cancel_leg", "command", b"command", "epoch", b"epoch", "peer_lost", b"peer_lost", "prefill", b"prefill", "reserve", b"reserve", "run_local", b"run_local", "sender_stopped", b"sender_stopped", "worker", b"worker", "worker_refused", b"worker_refused", "worker_welcome", b"worker_welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_leg", b"cancel_leg", "command", b"command", "epoch", b"epoch", "peer_lost", b"peer_lost", "prefill", b"prefill", "reserve", b"reserve", "run_local", b"run_local", "send_block_snapshot", b"send_block_snapshot", "sender_stopped", b"sender_stopped", "worker", b"worker", "worker_refused", b"worker_refused", "worker_welcome", b"worker_welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["worker_welcome", "worker_refused", "reserve", "prefill", "run_local", "cancel_leg", "sender_stopped", "peer_lost"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["worker_welcome", "worker_refused", "reserve", "prefill", "run_local", "cancel_leg", "sender_stopped", "peer_lost", "send_block_snapshot"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -1404,3 +1474,18 @@ class PeerLost(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PeerLost: _TypeAlias = PeerLost  # noqa: Y015
+
+@_typing.final
+class SendBlockSnapshot(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendBlockSnapshot: _TypeAlias = SendBlockSnapshot  # noqa: Y015
