@@ -2,12 +2,15 @@
 
 A block's name covers everything that its KV depends on: all tokens before it (through the parent's hash), its own
 tokens, and the extra key (model, adapter, cache salt). It is cryptographic because a crafted collision would serve
-one tenant's KV to another. The encoding is fixed, little-endian and the same on every machine and Python version:
+one tenant's KV to another. The encoding is fixed, little-endian, the same on every machine and Python version, and
+one to one: every field has a fixed or a stated length, so no two inputs hash the same bytes.
 
     extra key   BLAKE2b-128(person "baton-extra-1",  for each field: u32 length in bytes, UTF-8 bytes)
     block hash  BLAKE2b-128(person "baton-block-1",  parent (16 bytes), u32 length of extra, extra, u32 per token id)
 
-tests/unit/test_engine_block_hash.py holds test vectors: a change to this encoding is a change to the wire contract.
+tests/reference/block_hash_vectors.json holds test vectors: a change to this encoding is a change to the wire contract.
+The number of tokens is not part of it, as it follows from the input's length; neither is the block size, on which all
+workers of a cluster agree. A hash is no secret and proves nothing: whoever acts on one computes it from the tokens.
 """
 
 from __future__ import annotations
@@ -25,10 +28,20 @@ _BLOCK_PERSON = b"baton-block-1"
 
 
 def extra_key(model_fingerprint: str, adapter: str = "", cache_salt: str = "") -> bytes:
-    """What a block's KV depends on besides tokens, as 16 bytes. Different (model, adapter, salt) never share blocks."""
+    """What a block's KV depends on besides tokens, as 16 bytes. Different (model, adapter, salt) never share blocks.
+
+    Texts differ if their code points do: "é" in its two spellings is two salts. An empty text is an absent one.
+
+    Raises:
+        ValueError: a text has a code point that UTF-8 cannot hold (half of a surrogate pair).
+    """
     digest = blake2b(digest_size=HASH_SIZE_BYTES, person=_EXTRA_PERSON)
-    for field in (model_fingerprint, adapter, cache_salt):
-        encoded = field.encode()
+    fields = {"model_fingerprint": model_fingerprint, "adapter": adapter, "cache_salt": cache_salt}
+    for name, text in fields.items():
+        try:
+            encoded = text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name} is no valid Unicode text: {error}") from error
         digest.update(struct.pack("<I", len(encoded)))
         digest.update(encoded)
     return digest.digest()
