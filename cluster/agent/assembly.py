@@ -123,7 +123,7 @@ def _scheduler_config(settings: WorkerSettings, profile: RoleProfile, model: Mod
 
 
 def state_config(
-    settings: WorkerSettings, profile: RoleProfile, engine: Engine, token_address: str
+    settings: WorkerSettings, profile: RoleProfile, engine: Engine, token_address: str, metrics_address: str
 ) -> WorkerStateConfig:
     """What WorkerState is told of this life."""
     details = f"model={engine.fingerprint} {engine.layout.compatibility()}"
@@ -141,6 +141,7 @@ def state_config(
         block_size_bytes=engine.layout.block_size_bytes,
         max_model_tokens=engine.scheduler.max_model_tokens,
         load=WorkerLoad(),
+        metrics_address=metrics_address,
     )
     return WorkerStateConfig(
         hello=hello,

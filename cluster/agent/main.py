@@ -96,6 +96,8 @@ def _settings(profile: RoleProfile, options: argparse.Namespace) -> WorkerSettin
         transport=options.transport,
         checksums=not options.no_checksums,
         coordinator_grace_s=options.coordinator_grace,
+        metrics_host=options.metrics_host,
+        metrics_port=options.metrics_port,
     )
 
 
@@ -132,6 +134,8 @@ def _parser(profile: RoleProfile) -> argparse.ArgumentParser:
     add("--transport", choices=TRANSPORTS, default="auto", help="how KV is pushed")
     add("--no-checksums", action="store_true", help="do not verify pushed blocks")
     add("--coordinator-grace", type=float, default=30.0, metavar="S", help="end when without a coordinator for so long")
+    add("--metrics-host", default=LOOPBACK, help="where the Prometheus page is served")
+    add("--metrics-port", type=int, default=0, metavar="PORT", help="of that page; 0 takes any free one")
     add("--with-parent", action="store_true", help="end when the process that started this one has ended")
     return parser
 

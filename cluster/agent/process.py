@@ -22,11 +22,14 @@ from cluster.agent import events as ev
 from cluster.agent.assembly import Engine, load_engine, state_config
 from cluster.agent.control_client import ControlClient
 from cluster.agent.job_thread import JobThread
+from cluster.agent.limits import WorkerStateConfig
+from cluster.agent.metrics import WorkerMetrics
 from cluster.agent.settings import RoleProfile, WorkerSettings
 from cluster.agent.state import WorkerState
 from cluster.agent.token_server import TokenService
 from cluster.agent.transport_port import TransportPort
 from cluster.wire.channels import bind, make_server
+from cluster.wire.metrics_server import MetricsServer
 from engine.core.step import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -91,9 +94,12 @@ async def _serve(
     loop = asyncio.get_running_loop()
     server = make_server()
     address = f"{settings.host}:{bind(server, settings.host)}"
-    worker = _Worker(settings, profile, engine, engine_thread, address, on_ready)
+    metrics = MetricsServer(settings.metrics_host, settings.metrics_port)
+    config = state_config(settings, profile, engine, address, metrics.address)
+    worker = _Worker(settings, config, engine, engine_thread, on_ready)
     tokens_pb2_grpc.add_TokensServicer_to_server(worker.tokens, server)
     await server.start()
+    await metrics.start(worker.metrics.measure)
     loop.add_reader(worker.transport.fileno(), worker.poll_transport)
     dialling = asyncio.create_task(worker.control.run())
     stopping = asyncio.create_task(stop.wait())
@@ -104,6 +110,7 @@ async def _serve(
         loop.remove_reader(worker.transport.fileno())
         stopping.cancel()
         worker.close()
+        await metrics.close()
         await server.stop(STOP_GRACE_S)
         # The pool's memory goes with the engine, so the step that may be running in it ends first.
         if engine_thread.close(THREAD_STOP_TIMEOUT_S):
@@ -126,23 +133,23 @@ class _Worker:
     def __init__(
         self,
         settings: WorkerSettings,
-        profile: RoleProfile,
+        config: WorkerStateConfig,
         engine: Engine,
         engine_thread: JobThread,
-        address: str,
         on_ready: OnReady | None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._engine = engine
         self._engine_thread = engine_thread
         self._verifier = JobThread("verifier", self._loop)
-        self._state = WorkerState(state_config(settings, profile, engine, address), time.monotonic_ns())
-        self._address = address
+        self._state = WorkerState(config, time.monotonic_ns())
+        self._address = config.hello.ref.token_address
         self._on_ready = on_ready
         self._events: deque[ev.Event] = deque()
         self._is_handling = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns: int | None = None
+        self.metrics = WorkerMetrics(settings, self._state)
         self.tokens = TokenService(settings.worker, self.post)
         self.control = ControlClient(settings.coordinator_address, self.post)
         self.transport = TransportPort(engine.transport, engine.layout, checksums=settings.checksums, post=self.post)

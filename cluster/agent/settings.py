@@ -25,6 +25,7 @@ class WorkerSettings:
         max_step_tokens, prefill_chunk_tokens, max_running: see SchedulerConfig; None takes the role's.
         transport: how KV is pushed; `auto` takes what fits. checksums: whether pushed blocks are verified.
         coordinator_grace_s: without a coordinator for longer, the worker ends.
+        metrics_host, metrics_port: where the Prometheus page is served; port 0 takes any free one.
     """
 
     worker: WorkerId
@@ -46,6 +47,8 @@ class WorkerSettings:
     transport: str = "auto"
     checksums: bool = True
     coordinator_grace_s: float = 30.0
+    metrics_host: str = LOOPBACK
+    metrics_port: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ MAX_KV_BLOCKS: Final = 2**32
 MIN_KV_BYTES: Final = 2**20
 MAX_KV_BYTES: Final = 2**43
 MAX_BLOCK_SIZE: Final = 256
+MAX_PORT: Final = 65535
 MAX_QUEUE: Final = 1_000_000
 MAX_SECONDS: Final = 3600.0
 DEFAULT_KV_BYTES: Final = 512 * 2**20
@@ -109,6 +110,18 @@ class FrontConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsConfig:
+    """Where workers serve their Prometheus pages.
+
+    `port` is the first worker's; the others take the ones after it, in the order of the file. With 0, each takes any
+    free one.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorConfig:
     """Limits of the control plane.
 
@@ -135,6 +148,7 @@ class ClusterConfig:
     kv: KVConfig = field(default_factory=KVConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     front: FrontConfig = field(default_factory=FrontConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
 
     def pool(self, name: str) -> PoolConfig | None:
@@ -156,13 +170,15 @@ def parse_cluster_config(data: object, source: str, locate: Locate) -> ClusterCo
     _check_version(root)
     kv = _parse_kv(root.section("kv"))
     model = _parse_model(root.section("model"))
+    pools = _parse_pools(root, model, kv)
     config = ClusterConfig(
         name=root.text("name", default="baton", pattern=_NAME_PATTERN, expected=_NAME_EXPECTED),
         model=model,
-        pools=_parse_pools(root, model, kv),
+        pools=pools,
         kv=kv,
         transport=_parse_transport(root.section("transport")),
         front=_parse_front(root.section("front")),
+        metrics=_parse_metrics(root.section("metrics"), sum(pool.replicas for pool in pools)),
         coordinator=_parse_coordinator(root.section("coordinator")),
     )
     root.finish()
@@ -289,11 +305,23 @@ def _parse_transport(section: Section) -> TransportConfig:
 def _parse_front(section: Section) -> FrontConfig:
     front = FrontConfig(
         host=section.text("host", default="127.0.0.1", expected="a host name or address"),
-        port=section.integer("port", default=50051, minimum=0, maximum=65535),
+        port=section.integer("port", default=50051, minimum=0, maximum=MAX_PORT),
         replicas=section.integer("replicas", default=1, minimum=1, maximum=MAX_REPLICAS),
     )
     section.finish()
     return front
+
+
+def _parse_metrics(section: Section, num_workers: int) -> MetricsConfig:
+    metrics = MetricsConfig(
+        host=section.text("host", default="127.0.0.1", expected="a host name or address"),
+        port=section.integer("port", default=0, minimum=0, maximum=MAX_PORT),
+    )
+    section.finish()
+    if metrics.port + num_workers - 1 > MAX_PORT:
+        expected = f"at most {MAX_PORT - num_workers + 1}, to leave a port for each of {num_workers} workers"
+        section.refuse("port", str(metrics.port), expected)
+    return metrics
 
 
 def _parse_coordinator(section: Section) -> CoordinatorConfig:

@@ -92,6 +92,7 @@ def render_cluster_config(config: ClusterConfig) -> str:
         "kv": asdict(config.kv),
         "transport": asdict(config.transport),
         "front": asdict(config.front),
+        "metrics": asdict(config.metrics),
         "coordinator": asdict(config.coordinator),
     }
     return yaml.safe_dump(data, sort_keys=False)

@@ -217,6 +217,8 @@ def _worker_arguments(plan: ClusterPlan, worker: WorkerPlan) -> list[str]:
         "prefill-chunk-tokens": pool.prefill_chunk_tokens,
         "max-running": pool.max_running,
         "transport": plan.config.transport.kind,
+        "metrics-host": plan.config.metrics.host,
+        "metrics-port": worker.metrics_port,
     }
     if model.revision:
         options["revision"] = model.revision

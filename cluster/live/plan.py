@@ -16,12 +16,18 @@ COORDINATOR_NAME = "coordinator"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """One worker. `num_blocks`: size of its KV pool. `cores`: core ids it is pinned to, None for none."""
+    """One worker.
+
+    Attributes:
+        num_blocks: size of its KV pool. cores: core ids it is pinned to, None for none.
+        metrics_port: of its Prometheus page, 0 for any free one.
+    """
 
     name: str
     pool: PoolConfig
     num_blocks: int
     cores: tuple[int, ...] | None
+    metrics_port: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +72,7 @@ def make_plan(file: ClusterFile, facts: ModelFacts, host: str = LOOPBACK) -> Clu
     config = file.config
     ports = free_ports(1 + (config.front.replicas if config.front.port == 0 else 0))
     front_ports = ports[1:] or [config.front.port + i for i in range(config.front.replicas)]
+    metrics_ports = worker_metrics_ports(config)
     return ClusterPlan(
         config=config,
         model_dir=facts.directory.resolve(),
@@ -78,6 +85,7 @@ def make_plan(file: ClusterFile, facts: ModelFacts, host: str = LOOPBACK) -> Clu
                 pool=pool,
                 num_blocks=num_kv_blocks(pool, facts.block_bytes),
                 cores=pool.cores[i] if pool.cores else None,
+                metrics_port=metrics_ports[name],
             )
             for pool in config.pools
             for i, name in enumerate(pool.worker_names)
@@ -86,6 +94,12 @@ def make_plan(file: ClusterFile, facts: ModelFacts, host: str = LOOPBACK) -> Clu
             FrontPlan(name=f"front-{i}", host=config.front.host, port=port) for i, port in enumerate(front_ports)
         ),
     )
+
+
+def worker_metrics_ports(config: ClusterConfig) -> dict[str, int]:
+    """By worker: ports that follow each other, or 0 for all where the file leaves it open."""
+    names = [name for pool in config.pools for name in pool.worker_names]
+    return {name: config.metrics.port + i if config.metrics.port else 0 for i, name in enumerate(names)}
 
 
 def free_ports(count: int) -> list[int]:

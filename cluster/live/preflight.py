@@ -150,16 +150,23 @@ def what_fits(config: ClusterConfig, facts: ModelFacts, available_bytes: int) ->
 
 
 def check_ports(file: ClusterFile) -> None:
-    """Raises ConfigError where a front's port cannot be listened on."""
-    front = file.config.front
-    if front.port == 0:
-        return
-    for port in range(front.port, front.port + front.replicas):
-        reason = _why_not_bindable(front.host, port)
+    """Raises ConfigError where a port of a front or of a worker's metrics cannot be listened on, or is both's."""
+    config = file.config
+    front, metrics = config.front, config.metrics
+    num_workers = sum(pool.replicas for pool in config.pools)
+    front_ports = range(front.port, front.port + front.replicas) if front.port else range(0)
+    metrics_ports = range(metrics.port, metrics.port + num_workers) if metrics.port else range(0)
+    for port in metrics_ports:
+        if port in front_ports:
+            raise file.error(("metrics", "port"), f"{port}, which is a front's", "ports of their own")
+    wanted = [("front", front.host, port) for port in front_ports]
+    wanted += [("metrics", metrics.host, port) for port in metrics_ports]
+    for section, host, port in wanted:
+        reason = _why_not_bindable(host, port)
         if reason is not None:
             raise file.error(
-                ("front", "port"),
-                f"{front.host}:{port}, where nothing can listen ({reason})",
+                (section, "port"),
+                f"{host}:{port}, where nothing can listen ({reason})",
                 "a free port",
                 hint="0 takes any free one",
             )

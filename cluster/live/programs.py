@@ -48,6 +48,8 @@ def worker_program(plan: ClusterPlan, worker: WorkerPlan, *, incarnation: int, h
         max_running=pool.max_running,
         transport=plan.config.transport.kind,
         checksums=plan.config.transport.checksum == "full",
+        metrics_host=plan.config.metrics.host,
+        metrics_port=worker.metrics_port,
     )
     run = run_prefill if pool.role is Role.PREFILL else run_decode
 

@@ -80,6 +80,7 @@ def test_every_option_is_read() -> None:
             "kv": {"block_size": 32},
             "transport": {"kind": "shm", "checksum": "off"},
             "front": {"host": "0.0.0.0", "port": 0, "replicas": 2},
+            "metrics": {"host": "0.0.0.0", "port": 9400},
             "coordinator": {
                 "queue_limit": 5,
                 "queue_timeout_s": 1,
@@ -96,6 +97,7 @@ def test_every_option_is_read() -> None:
     assert config.model.dtype == "bfloat16" and config.model.revision == "r1"
     assert config.kv.block_size == 32 and (config.transport.kind, config.transport.checksum) == ("shm", "off")
     assert (config.front.host, config.front.port, config.front.replicas) == ("0.0.0.0", 0, 2)
+    assert (config.metrics.host, config.metrics.port) == ("0.0.0.0", 9400)
     assert config.coordinator.queue_timeout_s == 1.0 and config.coordinator.max_attempts == 4
 
 
@@ -175,6 +177,7 @@ def test_unknown_key_of_another_type() -> None:
         ({"model": "a"}, "model", "'a'", "a mapping"),
         ({"transport": {"kind": "pigeon"}}, "transport.kind", "'pigeon'", "auto"),
         ({"front": {"port": 70000}}, "front.port", "70000", "to 65535"),
+        ({"metrics": {"port": 65535}}, "metrics.port", "65535", "at most 65534, to leave a port for each of 2 workers"),
         ({"coordinator": {"queue_timeout_s": "soon"}}, "coordinator.queue_timeout_s", "'soon'", "number from"),
         ({"coordinator": {"lease_ttl_s": float("nan")}}, "coordinator.lease_ttl_s", "nan", "number from"),
         ({"kv": {"block_size": 0}}, "kv.block_size", "0", "from 1"),

@@ -172,6 +172,21 @@ def test_a_port_in_use_is_refused_with_its_line(folder: Path) -> None:
     check_ports(read(folder, text))
 
 
+def test_a_metrics_port_of_any_worker_that_is_taken_is_refused(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        text = FILE + f"metrics: {{port: {taken.getsockname()[1] - 2}}}\n"
+        with pytest.raises(ConfigError, match=r"cluster.yaml:9: metrics.port: .*in use"):
+            check_ports(read(folder, text))
+    with pytest.raises(ConfigError, match=r"metrics.port: found 9402, which is a front's"):
+        check_ports(read(folder, with_front("port: 9402") + "metrics: {port: 9400}\n"))
+
+
+def test_workers_take_metrics_ports_in_a_row_or_any(folder: Path) -> None:
+    fixed = make_plan(read(folder, FILE + "metrics: {port: 9400}\n"), facts_of(folder))
+    assert [worker.metrics_port for worker in fixed.workers] == [9400, 9401, 9402]
+    assert {worker.metrics_port for worker in make_plan(read(folder, FILE), facts_of(folder)).workers} == {0}
+
+
 def test_an_address_that_is_not_ours_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"front\.port"):
         check_ports(read(folder, with_front("host: 203.0.113.7, port: 9")))

@@ -1,0 +1,74 @@
+"""What a worker's Prometheus page says. Every sample is labelled with the worker's name, its pool and its role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from cluster.agent.settings import WorkerSettings
+from cluster.agent.state import WorkerState
+
+_LABELS = ("worker", "pool", "role")
+
+
+class WorkerMetrics:
+    """Reads one WorkerState; must be called where it is changed, on the event loop's thread."""
+
+    def __init__(self, settings: WorkerSettings, state: WorkerState) -> None:
+        self._labels = (settings.worker.name, settings.pool, settings.role.value)
+        self._state = state
+
+    def measure(self) -> Iterator[Metric]:
+        yield from self._prefix_cache()
+        yield self._blocks()
+        load = self._state.load()
+        sequences = GaugeMetricFamily(
+            "baton_sequences", "Sequences on this worker by state.", labels=(*_LABELS, "state")
+        )
+        sequences.add_metric((*self._labels, "running"), load.num_running)
+        sequences.add_metric((*self._labels, "waiting"), load.num_waiting)
+        yield sequences
+        yield self._counter("baton_steps", "Steps that the engine has run.", load.num_steps)
+
+    def _prefix_cache(self) -> Iterator[Metric]:
+        counters = self._state.pool.prefix_counters()
+        yield self._counter(
+            "baton_prefix_cache_query_tokens",
+            "Tokens of prompts that were looked up in the prefix cache.",
+            counters.num_query_tokens,
+        )
+        yield self._counter(
+            "baton_prefix_cache_hit_tokens",
+            "Of these, tokens that were found and not computed.",
+            counters.num_hit_tokens,
+        )
+        yield self._counter(
+            "baton_prefix_cache_stored_blocks",
+            "Blocks that have become findable by content.",
+            counters.num_stored_blocks,
+        )
+        yield self._counter(
+            "baton_prefix_cache_evicted_blocks",
+            "Blocks that were findable and were given to something else.",
+            counters.num_evicted_blocks,
+        )
+        blocks = GaugeMetricFamily(
+            "baton_prefix_cache_blocks", "Blocks that prompts can hit, in use or not.", labels=_LABELS
+        )
+        blocks.add_metric(self._labels, self._state.pool.num_indexed)
+        yield blocks
+
+    def _blocks(self) -> Metric:
+        counts = self._state.pool.counts()
+        family = GaugeMetricFamily("baton_kv_blocks", "Blocks of the KV pool by state.", labels=(*_LABELS, "state"))
+        for state in ("free", "active", "cached", "reserved", "quarantined"):
+            family.add_metric((*self._labels, state), getattr(counts, state))
+        return family
+
+    def _counter(self, name: str, documentation: str, value: int) -> Metric:
+        """Prometheus's `_total` is added to the name."""
+        family = CounterMetricFamily(name, documentation, labels=_LABELS)
+        family.add_metric(self._labels, value)
+        return family
