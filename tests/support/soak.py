@@ -1,0 +1,12 @@
+"""How much is done by tests that can run for long: some seconds, or as much as the environment says (`make soak`)."""
+
+from __future__ import annotations
+
+import os
+
+NUM_SCHEDULER_HISTORIES = int(os.environ.get("BATON_SCHEDULER_HISTORIES", "200"))
+"""Random histories of scheduler and block pool on a toy model."""
+NUM_MODEL_HISTORIES = int(os.environ.get("BATON_MODEL_HISTORIES", "25"))
+"""Of the same on a real, tiny model in float32."""
+NUM_SHORT_REQUESTS = int(os.environ.get("BATON_SHORT_REQUESTS", "1000"))
+"""Requests after which a worker's memory is looked at."""
