@@ -9,11 +9,11 @@ import torch
 from engine.attention.kv_cache import KVCache, KVLayout, PoolBuffer
 from engine.attention.select import select_backend
 from engine.core.sampling import SamplingParams
-from engine.core.step import SampledToken, SequenceKey, SequenceStep, StepPlan, StepResult
+from engine.core.step import SampledToken, ScoredToken, SequenceKey, SequenceStep, StepPlan, StepResult
 from engine.model.config import ModelConfig, kv_block_size_bytes, resolve_dtype
 from engine.model.linear import padded_num_rows
 from engine.model.llama import LayerWritten, LlamaModel
-from engine.model.sampler import Sampler
+from engine.model.sampler import Sampler, score
 from engine.model.weights import LoadProgress, load_weights
 from engine.step_tensors import StepTensorBuilder, StepTensors
 
@@ -77,21 +77,25 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, on_layer_written: LayerWritten | None = None) -> StepResult:
-        """One forward pass: writes the KV of all the plan's tokens and draws a token where a sequence samples.
+        """One forward pass: writes the KV of all the plan's tokens, draws tokens where a sequence samples, and computes
+        the log-probabilities of prompt tokens where they are wanted.
 
         `on_layer_written` is called with each layer's index as soon as the step's KV of that layer is in the pool.
 
         Raises NonFiniteLogitsError if the model's output is not finite.
         """
-        tokens: list[SampledToken | None] = [None] * len(plan.sequences)
+        tokens: list[tuple[SampledToken, ...]] = [()] * len(plan.sequences)
+        scores: dict[int, list[ScoredToken]] = {}
         if plan.sequences:
             sampling = [index for index, sequence in enumerate(plan.sequences) if sequence.sample]
             tensors = self._builder.build(plan)
-            logits_RV = self._forward(tensors, tensors.last_rows_S[sampling], on_layer_written)
-            drawn = self._sampler.sample(logits_RV, [plan.sequences[index] for index in sampling])
-            for index, token in zip(sampling, drawn, strict=True):
-                tokens[index] = token
-        return StepResult(step_id=plan.step_id, tokens=tokens)
+            rows_R = torch.cat([tensors.last_rows_S[sampling], _scored_rows(plan, tensors.last_rows_S)])
+            logits_RV = self._forward(tensors, rows_R, on_layer_written)
+            scores = _scores(plan, logits_RV[len(sampling) :])
+            drawn = self._sampler.sample(logits_RV[: len(sampling)], [plan.sequences[index] for index in sampling])
+            for index, drawn_tokens in zip(sampling, drawn, strict=True):
+                tokens[index] = drawn_tokens
+        return StepResult(step_id=plan.step_id, tokens=tokens, scores=scores)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
@@ -117,6 +121,30 @@ class Runner:
         self, tensors: StepTensors, rows_R: torch.Tensor, on_layer_written: LayerWritten | None
     ) -> torch.Tensor:
         return self._model.forward(tensors.ids_T, tensors.batch, self.cache, rows_R, on_layer_written)
+
+
+def _scored_rows(plan: StepPlan, last_rows_S: torch.Tensor) -> torch.Tensor:
+    """Rows of the step's tokens after which a prompt token is to be scored, in the plan's order."""
+    rows = [torch.empty(0, dtype=torch.int64)]
+    for index, sequence in enumerate(plan.sequences):
+        if sequence.scored_ids:
+            first_row = last_rows_S[index] - len(sequence.token_ids) + 1
+            rows.append(first_row + torch.arange(len(sequence.scored_ids)))
+    return torch.cat(rows)
+
+
+def _scores(plan: StepPlan, logits_RV: torch.Tensor) -> dict[int, list[ScoredToken]]:
+    """By index in the plan. `logits_RV`: of the rows that `_scored_rows` named."""
+    scores: dict[int, list[ScoredToken]] = {}
+    row = 0
+    for index, sequence in enumerate(plan.sequences):
+        num_rows = len(sequence.scored_ids)
+        if num_rows:
+            num_top = sequence.sampling.prompt_logprobs
+            assert num_top is not None, f"{sequence.key} asked for no prompt log-probabilities"
+            scores[index] = score(logits_RV[row : row + num_rows], sequence.scored_ids, num_top)
+            row += num_rows
+    return scores
 
 
 def _warm_up_sequence(choice: int, sample: bool) -> SequenceStep:

@@ -381,7 +381,7 @@ class LegControl:
         spec = self._spec(leg, SequenceMode.DECODE)
         first = arrived.first_tokens[0]
         try:
-            emitted = self._stepper.scheduler.add_with_kv(spec, block_table, first.token_id)
+            (emitted,) = self._stepper.scheduler.add_with_kv(spec, block_table, [first.token_id])
         except ValueError as error:
             self._pool.release(block_table)
             self.fail(now_ns, leg, Outcome.INTERNAL, str(error), retryable=False)

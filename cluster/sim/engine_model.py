@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cluster.core.ids import Outcome
 from cluster.sim.kv_memory import ContextHash, KVMemory, mix
 from engine.core.sampling import SamplingParams
-from engine.core.step import SampledToken, SequenceStep, StepPlan, StepResult
+from engine.core.step import SampledToken, ScoredToken, SequenceStep, StepPlan, StepResult
 
 VOCABULARY_SIZE = 64
 EOS_TOKEN_ID = 2
@@ -28,15 +28,20 @@ class StepCost:
 
 
 def draw(
-    context: ContextHash, sampling: SamplingParams, position: int, history: Sequence[int], variant: int = 0
+    context: ContextHash,
+    sampling: SamplingParams,
+    choice: int,
+    position: int,
+    history: Sequence[int],
+    variant: int = 0,
 ) -> int:
     """The token after `context`.
 
-    It depends on the context's KV, on the seed unless greedy, on the position, and, with penalties, on the history
-    they are counted from. `variant` stands for the low bits that batching and chunking change in bfloat16. An
+    It depends on the context's KV, on seed and choice unless greedy, on the position, and, with penalties, on the
+    history they are counted from. `variant` stands for the low bits that batching and chunking change in bfloat16. An
     end-of-sequence token cannot be drawn before `min_tokens`.
     """
-    key = position if sampling.is_greedy else position + (sampling.seed + 1) * 1009
+    key = position if sampling.is_greedy else position + (sampling.seed + 1) * 1009 + choice * 1_000_003
     if sampling.presence_penalty:
         key = mix(key, hash_history(history))
     token_id = mix(context.value + variant, key) % VOCABULARY_SIZE
@@ -53,18 +58,32 @@ def hash_history(token_ids: Sequence[int]) -> int:
     return value
 
 
+def logprob(context: ContextHash, token_id: int) -> float:
+    """Of a prompt token after `context`. (Its low bits do not vary here.)"""
+    return -(mix(context.value, token_id) % 1000) / 100
+
+
 def run_plan(plan: StepPlan, memory: KVMemory, variant: int = 0) -> StepResult:
-    """Reads each sequence's KV through its block table, writes that of the step's tokens, and draws."""
-    return StepResult(step_id=plan.step_id, tokens=[_run_sequence(step, memory, variant) for step in plan.sequences])
+    """Reads each sequence's KV through its block table, writes that of the step's tokens, scores and draws."""
+    tokens: list[tuple[SampledToken, ...]] = []
+    scores: dict[int, list[ScoredToken]] = {}
+    for index, step in enumerate(plan.sequences):
+        context = ContextHash(memory.read(step.block_table, step.start))
+        for offset, token_id in enumerate(step.token_ids):
+            memory.write_slot(step.block_table, step.start + offset, context.append(token_id))
+            if offset < len(step.scored_ids):
+                scored_id = step.scored_ids[offset]
+                scored = ScoredToken(token_id=scored_id, logprob=logprob(context, scored_id))
+                scores.setdefault(index, []).append(scored)
+        tokens.append(_sample(step, context, variant) if step.sample else ())
+    return StepResult(step_id=plan.step_id, tokens=tokens, scores=scores)
 
 
-def _run_sequence(step: SequenceStep, memory: KVMemory, variant: int) -> SampledToken | None:
-    context = ContextHash(memory.read(step.block_table, step.start))
-    for position, token_id in enumerate(step.token_ids, start=step.start):
-        memory.write_slot(step.block_table, position, context.append(token_id))
-    if not step.sample:
-        return None
-    return SampledToken(token_id=draw(context, step.sampling, step.position, step.output_ids, variant))
+def _sample(step: SequenceStep, context: ContextHash, variant: int) -> tuple[SampledToken, ...]:
+    return tuple(
+        SampledToken(token_id=draw(context, step.sampling, choice, step.position, step.output_ids, variant))
+        for choice in (step.key.choice, *step.twins)
+    )
 
 
 class Oracle:
@@ -80,6 +99,7 @@ class Oracle:
         sampling: SamplingParams,
         max_model_tokens: int,
         *,
+        choice: int = 0,
         stop_pair: tuple[int, int] | None = None,
         num_variants: int = 1,
     ) -> None:
@@ -89,6 +109,7 @@ class Oracle:
         """How the answer ends; None before its last token."""
         self.has_stop_match = False
         self._sampling = sampling
+        self._choice = choice
         self._room = max_model_tokens - len(prompt_ids)
         self._stop_pair = stop_pair
         self._num_variants = num_variants
@@ -100,7 +121,7 @@ class Oracle:
         """The tokens that are right at the next position; none after the last one."""
         if self.outcome is not None:
             return []
-        args = (self._context, self._sampling, len(self.token_ids), self.token_ids)
+        args = (self._context, self._sampling, self._choice, len(self.token_ids), self.token_ids)
         return [draw(*args, variant) for variant in range(self._num_variants)]
 
     def accept(self, token_id: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.core.step import SequenceKey
+from engine.core.step import ScoredToken, SequenceKey
 
 FinishReason = Literal["stop", "length"]
 
@@ -49,9 +49,19 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredPrompt:
+    """Log-probabilities of prompt tokens `position`, `position + 1`, ...; each position is reported once."""
+
+    key: SequenceKey
+    position: int
+    tokens: list[ScoredToken]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
     """Everything that a step brought, in the plan's order. `preempted` also names what planning it pushed out."""
 
+    scored: list[ScoredPrompt] = field(default_factory=list)
     emitted: list[EmittedToken] = field(default_factory=list)
     progress: list[PrefillProgress] = field(default_factory=list)
     preempted: list[SequenceKey] = field(default_factory=list)

@@ -13,6 +13,8 @@ Sarathi-Serve, Agrawal et al. 2024):
 5. A sequence that needs a block when none is left preempts the last in serving order, perhaps itself. Never
    preempted are the only one running, one that has drawn nothing since its last preemption, one planned into this
    very step, and a PREFILL_ONLY one, whose blocks a push may be reading.
+6. Of a prompt whose tokens are to be scored, a chunk is no longer than MAX_SCORED_ROWS over all sequences allow: each
+   scored token costs a row of logits. Nobody is put off for such a prompt, which is read in smaller steps.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from dataclasses import dataclass
 from engine.core.block_pool import BlockPool
 from engine.core.sequence import Sequence, SequenceMode, SequencePhase, SequenceQueue, num_blocks_for
 from engine.core.step import SequenceKey, SequenceStep
+
+MAX_SCORED_ROWS = 64
+"""Prompt tokens whose log-probabilities a step computes at most; one block's if a block is larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,7 @@ class StepBuilder:
         self._step_id = step_id
         self._num_tokens_left = config.max_step_tokens
         self._num_prefill_tokens_left = config.prefill_chunk_tokens
+        self._num_scored_rows_left = max(MAX_SCORED_ROWS, config.block_size)
 
     def build(self) -> None:
         decoding: list[Sequence] = []
@@ -110,7 +116,7 @@ class StepBuilder:
                 self._plan(sequence, 1, is_prefill=False)
 
     def _plan_chunk(self, sequence: Sequence) -> None:
-        end = self._chunk_end(sequence.num_computed, sequence.num_to_prefill)
+        end = self._chunk_end(sequence, sequence.num_computed, sequence.num_to_prefill)
         num_tokens = end - sequence.num_computed
         if num_tokens > 0 and self._grow(sequence, end):
             self._num_prefill_tokens_left -= num_tokens
@@ -120,9 +126,12 @@ class StepBuilder:
     def _chunk_budget(self) -> int:
         return min(self._num_tokens_left, self._num_prefill_tokens_left)
 
-    def _chunk_end(self, start: int, total: int) -> int:
+    def _chunk_end(self, sequence: Sequence, start: int, total: int) -> int:
         """Where a chunk from `start` ends within the budget; `start` itself if not even a block fits."""
-        end = start + self._chunk_budget
+        budget = self._chunk_budget
+        if sequence.is_scoring:
+            budget = min(budget, self._num_scored_rows_left)
+        end = start + budget
         if end >= total:
             return total
         return max(start, end - end % self._config.block_size)
@@ -138,12 +147,11 @@ class StepBuilder:
             and self._chunk_budget > 0
         ):
             sequence = self._waiting[num_put_off]
-            # At least one token is left to compute: cached blocks have no logits to draw from.
-            num_matchable = (sequence.num_tokens - 1) // block_size
+            num_matchable = sequence.num_matchable_tokens // block_size
             hashes = sequence.block_hashes(num_matchable, block_size)
             cached = self._pool.match(hashes)
             num_cached_tokens = len(cached) * block_size
-            if self._chunk_end(num_cached_tokens, sequence.num_tokens) == num_cached_tokens:
+            if self._chunk_end(sequence, num_cached_tokens, sequence.num_tokens) == num_cached_tokens:
                 break
             num_needed = sequence.num_missing_blocks(1, block_size) - len(cached)
             if num_needed + num_claimed > self._pool.num_allocatable - self._pool.num_cached_in(cached):
@@ -166,6 +174,7 @@ class StepBuilder:
         num_blocks = len(hashes)
         return any(
             other.order < sequence.order
+            and not other.is_scoring
             and other.num_computed < num_blocks * block_size <= other.num_to_prefill
             and other.block_hashes(num_blocks, block_size)[-1] == hashes[-1]
             for other in prefilling
@@ -222,10 +231,12 @@ class StepBuilder:
 
     def _plan(self, sequence: Sequence, num_tokens: int, *, is_prefill: bool) -> None:
         start = sequence.num_computed
-        sample = start + num_tokens == sequence.num_tokens
+        end = start + num_tokens
+        sample = end == sequence.num_tokens
+        scored_ids = sequence.prompt_ids[start + 1 : end + 1] if sequence.is_scoring else []
         step = SequenceStep(
             key=sequence.key,
-            token_ids=sequence.tokens(start, start + num_tokens),
+            token_ids=sequence.tokens(start, end),
             start=start,
             block_table=sequence.block_table,
             sample=sample,
@@ -233,7 +244,10 @@ class StepBuilder:
             position=len(sequence.output_ids),
             prompt_ids=sequence.prompt_ids if sample else [],
             output_ids=sequence.output_ids if sample else [],
+            twins=tuple(sibling.choice for sibling in sequence.twins) if sample else (),
+            scored_ids=scored_ids,
         )
         sequence.last_step_id = self._step_id
         self._num_tokens_left -= num_tokens
+        self._num_scored_rows_left -= len(scored_ids)
         self.planned.append(PlannedSequence(sequence=sequence, step=step, is_prefill=is_prefill))

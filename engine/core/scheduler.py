@@ -7,13 +7,14 @@ two, sequences may be added and aborted; a plan's lists and blocks stay untouche
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.core.block_hash import ROOT_HASH
 from engine.core.block_pool import BlockPool
 from engine.core.errors import SchedulerFullError
-from engine.core.outcome import EmittedToken, PrefillProgress, StepOutcome
+from engine.core.outcome import EmittedToken, FinishReason, PrefillProgress, ScoredPrompt, StepOutcome
 from engine.core.planning import PlannedSequence, SchedulerConfig, StepBuilder
+from engine.core.request import Sibling, twins_of
 from engine.core.sequence import (
     Sequence,
     SequenceMode,
@@ -22,7 +23,7 @@ from engine.core.sequence import (
     SequenceSpec,
     num_blocks_for,
 )
-from engine.core.step import SampledToken, SequenceKey, StepPlan, StepResult
+from engine.core.step import SampledToken, ScoredToken, SequenceKey, StepPlan, StepResult
 
 __all__ = [
     "EmittedToken",
@@ -104,15 +105,28 @@ class Scheduler:
             raise SchedulerFullError(f"{MAX_WAITING_SEQUENCES} sequences wait already")
         self._waiting.add(self._register(spec))
 
-    def add_with_kv(self, spec: SequenceSpec, block_table: list[int], first_token_id: int) -> EmittedToken:
-        """A DECODE sequence joins the next step. Returns its first token, which another worker has drawn.
+    def add_with_kv(
+        self,
+        spec: SequenceSpec,
+        block_table: list[int],
+        first_token_ids: list[int],
+        spare_blocks: list[int] | None = None,
+    ) -> list[EmittedToken]:
+        """A DECODE sequence, and its siblings with it, join the next step.
 
-        Takes over one use of every block in `block_table`: they are active and hold the KV of prompt and forced
-        output, all of it. They may be followed by one block more, for the tokens to come. If the first token ends
-        the sequence, the blocks are released at once and the scheduler knows nothing of it.
+        Takes over one use of every block. A sequence that its first token ends is released at once, and the scheduler
+        knows nothing of it.
+
+        Args:
+            block_table: active blocks that hold the KV of prompt and forced output, all of it. They may be followed by
+                one block more, for the tokens to come.
+            first_token_ids: drawn by another worker for the sequence itself and then for each of its twins.
+            spare_blocks: one more for each sibling, for what it does not share.
+
+        Returns: the first tokens.
 
         Raises:
-            ValueError: as for `add`, or the table does not fit the tokens. The blocks then stay the caller's.
+            ValueError: as for `add`, or blocks or tokens do not fit the spec. The blocks then stay the caller's.
         """
         if spec.mode is not SequenceMode.DECODE:
             raise ValueError(f"mode must be DECODE, got {spec.mode.name}")
@@ -123,6 +137,12 @@ class Scheduler:
             raise ValueError(
                 f"block_table has {len(block_table)} blocks, {num_kv_tokens} tokens need {num_least} to {num_most}"
             )
+        spare_blocks = spare_blocks or []
+        if len(spare_blocks) != len(spec.siblings):
+            raise ValueError(f"spare_blocks has {len(spare_blocks)} blocks for {len(spec.siblings)} siblings")
+        num_drawn = 1 + len(twins_of(spec.siblings, spec.forced_output_ids))
+        if len(first_token_ids) != num_drawn:
+            raise ValueError(f"first_token_ids has {len(first_token_ids)} ids for {num_drawn} answers")
         sequence = self._register(spec)
         sequence.block_table = list(block_table)
         sequence.num_computed = num_kv_tokens
@@ -130,7 +150,8 @@ class Scheduler:
         sequence.phase = SequencePhase.RUNNING
         self._running.add(sequence)
         self._index_full_blocks(sequence)
-        emitted = self._accept_token(sequence, SampledToken(token_id=first_token_id))
+        tokens = tuple(SampledToken(token_id=token_id) for token_id in first_token_ids)
+        emitted = self._accept_tokens(sequence, tokens, spare_blocks)
         self._update_growth_headroom()
         return emitted
 
@@ -167,7 +188,7 @@ class Scheduler:
         assert len(result.tokens) == len(planned_sequences), "the result does not fit the plan"
         outcome = StepOutcome(preempted=self._preempted)
         self._preempted = []
-        for planned, token in zip(planned_sequences, result.tokens, strict=True):
+        for index, (planned, tokens) in enumerate(zip(planned_sequences, result.tokens, strict=True)):
             sequence = planned.sequence
             sequence.num_computed += len(planned.step.token_ids)
             self._index_full_blocks(sequence)
@@ -176,9 +197,11 @@ class Scheduler:
                 continue
             if planned.is_prefill:
                 outcome.progress.append(self._progress(sequence))
+            if planned.step.scored_ids:
+                outcome.scored.extend(self._accept_scores(sequence, planned.step.start, result.scores[index]))
+            assert len(tokens) == (1 + len(planned.step.twins) if planned.step.sample else 0), f"of {sequence.key}"
             if planned.step.sample:
-                assert token is not None, f"no token was drawn for {sequence.key}"
-                outcome.emitted.append(self._accept_token(sequence, token))
+                outcome.emitted.extend(self._accept_tokens(sequence, tokens))
         self._update_growth_headroom()
         return outcome
 
@@ -211,26 +234,32 @@ class Scheduler:
         return sequence.block_table
 
     def _register(self, spec: SequenceSpec) -> Sequence:
-        if spec.key in self._sequences:
-            raise ValueError(f"key {spec.key} is in use")
+        keys = [spec.key, *(replace(spec.key, choice=sibling.choice) for sibling in spec.siblings)]
+        for key in keys:
+            if key in self._sequences:
+                raise ValueError(f"key {key} is in use")
+        if len(dict.fromkeys(keys)) != len(keys):
+            raise ValueError(f"siblings of {spec.key} must have different choices")
         if not spec.prompt_ids:
             raise ValueError("prompt_ids must hold at least one token")
-        num_tokens = len(spec.prompt_ids) + len(spec.forced_output_ids)
-        if num_tokens >= self._config.max_model_tokens:
-            raise ValueError(
-                f"prompt_ids and forced_output_ids have {num_tokens} tokens together; at most "
-                f"{self._config.max_model_tokens - 1} leave room for one to draw"
-            )
-        if len(spec.forced_output_ids) >= spec.sampling.max_tokens:
-            raise ValueError(
-                f"forced_output_ids has {len(spec.forced_output_ids)} tokens, max_tokens is {spec.sampling.max_tokens}"
-            )
+        for forced in (spec.forced_output_ids, *(sibling.delivered_ids for sibling in spec.siblings)):
+            num_tokens = len(spec.prompt_ids) + len(forced)
+            if num_tokens >= self._config.max_model_tokens:
+                raise ValueError(
+                    f"prompt_ids and forced_output_ids have {num_tokens} tokens together; at most "
+                    f"{self._config.max_model_tokens - 1} leave room for one to draw"
+                )
+            if len(forced) >= spec.sampling.max_tokens:
+                raise ValueError(
+                    f"forced_output_ids has {len(forced)} tokens, max_tokens is {spec.sampling.max_tokens}"
+                )
         sequence = Sequence(
             spec,
             arrival=self._next_arrival,
             max_model_tokens=self._config.max_model_tokens,
             eos_token_ids=self._config.eos_token_ids,
         )
+        assert spec.mode is not SequenceMode.PREFILL_ONLY or sequence.twins == spec.siblings, "decode starts the others"
         self._next_arrival += 1
         self._sequences[spec.key] = sequence
         return sequence
@@ -251,24 +280,58 @@ class Scheduler:
         self._outstanding = None
         return outstanding.planned
 
+    def _accept_scores(self, sequence: Sequence, start: int, scores: list[ScoredToken]) -> list[ScoredPrompt]:
+        """Of prompt tokens start + 1, start + 2, ...; those that were scored before a preemption are left out."""
+        news = scores[sequence.num_scored - start :]
+        if not news:
+            return []
+        scored = ScoredPrompt(key=sequence.key, position=sequence.num_scored + 1, tokens=news)
+        sequence.num_scored += len(news)
+        return [scored]
+
+    def _accept_tokens(
+        self, sequence: Sequence, tokens: tuple[SampledToken, ...], spare_blocks: list[int] | None = None
+    ) -> list[EmittedToken]:
+        """The sequence's token and, where its input is now computed, those of its twins. Its siblings then start."""
+        siblings, twins = sequence.siblings, sequence.twins
+        if not siblings:
+            return [self._accept_token(sequence, tokens[0])]
+        if sequence.mode is SequenceMode.PREFILL_ONLY:
+            position = len(sequence.output_ids)
+            keys = [replace(sequence.key, choice=twin.choice) for twin in twins]
+            twin_tokens = [
+                _emitted(key, position, token, sequence.finish_reason(position, token.token_id))
+                for key, token in zip(keys, tokens[1:], strict=True)
+            ]
+            return [self._accept_token(sequence, tokens[0]), *twin_tokens]
+        sequence.siblings = ()
+        # They take their shares before the sequence may end and let go of its own.
+        forks = [self._start_fork(sequence, sibling) for sibling in siblings]
+        for fork, block_id in zip(forks, spare_blocks or [], strict=False):
+            fork.block_table.append(block_id)
+        drawing = [fork for fork, sibling in zip(forks, siblings, strict=True) if sibling in twins]
+        pairs = zip([sequence, *drawing], tokens, strict=True)
+        return [self._accept_token(other, token) for other, token in pairs]
+
+    def _start_fork(self, sequence: Sequence, sibling: Sibling) -> Sequence:
+        fork = sequence.fork(sibling, self._config.block_size)
+        assert fork.key not in self._sequences, f"key {fork.key} is in use"
+        self._pool.acquire(fork.block_table)
+        self._sequences[fork.key] = fork
+        self._running.add(fork)
+        return fork
+
     def _accept_token(self, sequence: Sequence, token: SampledToken) -> EmittedToken:
         position = len(sequence.output_ids)
         sequence.output_ids.append(token.token_id)
         sequence.is_shielded = False
-        finish_reason = sequence.finish_reason(position)
+        finish_reason = sequence.finish_reason(position, token.token_id)
         if sequence.mode is SequenceMode.PREFILL_ONLY:
             self._running.remove(sequence)
             sequence.phase = SequencePhase.HELD
         elif finish_reason is not None:
             self._forget(sequence)
-        return EmittedToken(
-            key=sequence.key,
-            position=position,
-            token_id=token.token_id,
-            logprob=token.logprob,
-            top=token.top,
-            finish_reason=finish_reason,
-        )
+        return _emitted(sequence.key, position, token, finish_reason)
 
     def _progress(self, sequence: Sequence) -> PrefillProgress:
         return PrefillProgress(
@@ -336,3 +399,14 @@ class Scheduler:
             found = self._pool.match(sequence.block_hashes(len(indexed), block_size))
             assert found == indexed, f"{key} holds {indexed}, but its content is found in {found}"
         self._pool.check_invariants()
+
+
+def _emitted(key: SequenceKey, position: int, token: SampledToken, finish_reason: FinishReason | None) -> EmittedToken:
+    return EmittedToken(
+        key=key,
+        position=position,
+        token_id=token.token_id,
+        logprob=token.logprob,
+        top=token.top,
+        finish_reason=finish_reason,
+    )

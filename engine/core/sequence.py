@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from engine.core.block_hash import ROOT_HASH, block_hash
 from engine.core.outcome import FinishReason
+from engine.core.request import Sibling, twins_of
 from engine.core.sampling import SamplingParams
 from engine.core.step import SequenceKey
 
@@ -19,7 +21,7 @@ class SequenceMode(Enum):
     LOCAL = "local"
     """Reads the prompt and writes the answer."""
     PREFILL_ONLY = "prefill_only"
-    """Reads the prompt and draws one token. The blocks are then held until the push has taken them."""
+    """Reads the prompt and draws one token for each answer. The blocks are then held until the push has taken them."""
     DECODE = "decode"
     """Writes the answer; the prompt's KV was pushed here."""
 
@@ -43,6 +45,10 @@ class SequenceSpec:
             the same key.
         forced_output_ids: output that the client already has, positions 0..k-1. It is run as input, and the next
             token drawn is at position k.
+        siblings: other answers to the prompt. They become sequences of their own once this one's input is computed,
+            and share its blocks as far as their inputs agree. Those whose delivered ids are the forced ones, the
+            twins, draw their first token from this one's logits. With PREFILL_ONLY all are twins, and that is all
+            they do.
         priority: higher runs first.
     """
 
@@ -52,6 +58,7 @@ class SequenceSpec:
     mode: SequenceMode
     extra_key: bytes
     forced_output_ids: list[int] = field(default_factory=list)
+    siblings: tuple[Sibling, ...] = ()
     priority: int = 0
 
 
@@ -59,7 +66,8 @@ class Sequence:
     """The scheduler's record of one sequence. Only the scheduler changes it.
 
     Attributes:
-        order: sorts sequences by who is served first: higher priority, then earlier arrival.
+        order: sorts sequences by who is served first: higher priority, then earlier arrival, then lower choice.
+        siblings: answers that wait for this sequence's input to be computed.
         output_ids: forced and drawn tokens.
         stop_ids: tokens that end the sequence.
         max_output_tokens: positions there can be, forced ones included.
@@ -69,6 +77,8 @@ class Sequence:
         num_to_prefill: tokens to compute before a token is drawn (prompt and, after a preemption, output).
         num_indexed_blocks: leading blocks of the table that were offered to the prefix index.
         num_cached_tokens: tokens found in the prefix cache when it first ran; None before.
+        num_to_score: prompt tokens after the first whose log-probabilities are wanted of this sequence.
+        num_scored: how many of them have been computed.
         is_shielded: it was preempted and has drawn nothing since, so it must not be preempted again.
         last_step_id: the last step it was part of.
     """
@@ -86,12 +96,15 @@ class Sequence:
         "num_cached_tokens",
         "num_computed",
         "num_indexed_blocks",
+        "num_scored",
         "num_to_prefill",
+        "num_to_score",
         "order",
         "output_ids",
         "phase",
         "prompt_ids",
         "sampling",
+        "siblings",
         "stop_ids",
     )
 
@@ -103,7 +116,8 @@ class Sequence:
         self.sampling = spec.sampling
         self.prompt_ids = list(spec.prompt_ids)
         self.output_ids = list(spec.forced_output_ids)
-        self.order = (-spec.priority, arrival)
+        self.order = (-spec.priority, arrival, spec.key.choice)
+        self.siblings = spec.siblings
         self.stop_ids = frozenset(spec.sampling.stop_token_ids)
         if not spec.sampling.ignore_eos:
             self.stop_ids |= eos_token_ids
@@ -117,6 +131,9 @@ class Sequence:
         self.num_computed = 0
         self.num_indexed_blocks = 0
         self.num_cached_tokens: int | None = None
+        is_scored = spec.sampling.prompt_logprobs is not None and spec.mode is not SequenceMode.DECODE
+        self.num_to_score = len(self.prompt_ids) - 1 if is_scored else 0
+        self.num_scored = 0
         self.is_shielded = False
         self.last_step_id = -1
         self._extra_key = spec.extra_key
@@ -129,6 +146,23 @@ class Sequence:
     @property
     def is_prefilling(self) -> bool:
         return self.num_computed < self.num_to_prefill
+
+    @property
+    def is_scoring(self) -> bool:
+        return self.num_scored < self.num_to_score
+
+    @property
+    def num_matchable_tokens(self) -> int:
+        """Leading tokens that may be taken from the prefix cache, which has no logits.
+
+        At least one token is left to draw from; a prompt token can be scored only if the one before it is computed.
+        """
+        return self.num_scored if self.is_scoring else self.num_tokens - 1
+
+    @property
+    def twins(self) -> tuple[Sibling, ...]:
+        """The siblings that draw their first token from this sequence's logits."""
+        return twins_of(self.siblings, self.output_ids) if self.siblings else ()
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids at positions start .. end - 1 of prompt and output together."""
@@ -153,11 +187,36 @@ class Sequence:
         num_kv_tokens = min(self.num_tokens + num_ahead, self.max_kv_tokens)
         return max(0, num_blocks_for(num_kv_tokens, block_size) - len(self.block_table))
 
-    def finish_reason(self, position: int) -> FinishReason | None:
-        """Whether the token at `position`, the newest one, ends the sequence: "stop", "length" or None."""
-        if position >= self.sampling.min_tokens and self.output_ids[position] in self.stop_ids:
+    def finish_reason(self, position: int, token_id: int) -> FinishReason | None:
+        """Whether this token at `position`, the newest one, ends the answer: "stop", "length" or None."""
+        if position >= self.sampling.min_tokens and token_id in self.stop_ids:
             return "stop"
         return "length" if position + 1 >= self.max_output_tokens else None
+
+    def fork(self, sibling: Sibling, block_size: int) -> Sequence:
+        """The sibling as a sequence, which names this one's blocks as far as the two inputs agree.
+
+        This sequence's input is computed. The caller adds a use to the blocks, and gives a twin its first token.
+        """
+        other = copy(self)
+        other.key = replace(self.key, choice=sibling.choice)
+        other.order = (*self.order[:2], sibling.choice)
+        other.siblings = ()
+        other.output_ids = list(sibling.delivered_ids)
+        is_twin = other.output_ids == self.output_ids
+        num_shared_tokens = len(self.prompt_ids) + _num_equal(self.output_ids, other.output_ids)
+        if not is_twin:
+            num_shared_tokens = min(num_shared_tokens, other.num_tokens - 1)  # it draws from logits of its own
+        num_shared_blocks = num_shared_tokens // block_size
+        other.block_table = self.block_table[:num_shared_blocks]
+        other._block_hashes = self._block_hashes[:num_shared_blocks]
+        other.num_computed = num_shared_blocks * block_size
+        other.num_indexed_blocks = num_shared_blocks
+        other.num_to_prefill = other.num_tokens + is_twin
+        other.num_cached_tokens = 0
+        other.is_shielded = False
+        other.last_step_id = -1
+        return other
 
     def restart(self) -> None:
         """After a preemption: everything known so far is to be computed again, here."""
@@ -204,5 +263,11 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def _order(sequence: Sequence) -> tuple[int, int]:
+def _order(sequence: Sequence) -> tuple[int, int, int]:
     return sequence.order
+
+
+def _num_equal(left: list[int], right: list[int]) -> int:
+    """Length of the beginning that both have."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))

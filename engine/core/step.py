@@ -30,6 +30,9 @@ class SequenceStep:
         position: index in the output of the token that would be drawn (0 is the first emitted token).
         prompt_ids, output_ids: the history that penalties are counted from; read-only views of the
             sequence's own lists, valid during the step only. Empty unless `sample`.
+        twins: choices besides the key's own for which a token is drawn from the same logits, at the same position.
+        scored_ids: the tokens that follow `token_ids[0]`, `token_ids[1]`, ..., whose log-probabilities are wanted, as
+            far as that is so; `sampling.prompt_logprobs` says how many alternatives to each.
     """
 
     key: SequenceKey
@@ -41,6 +44,8 @@ class SequenceStep:
     position: int
     prompt_ids: list[int]
     output_ids: list[int]
+    twins: tuple[int, ...] = ()
+    scored_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +70,24 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredToken:
+    """A given token's log-probability after what came before it, and the likeliest in its place, as of SampledToken."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Answers a plan: `tokens[i]` is what plan.sequences[i] drew, None where it did not sample."""
+    """Answers a plan.
+
+    Attributes:
+        tokens: tokens[i] is what plan.sequences[i] drew, for its own choice and then for its twins; () where it did
+            not sample.
+        scores: by index in the plan, one for each of its `scored_ids`; only of sequences that have any.
+    """
 
     step_id: int
-    tokens: list[SampledToken | None] = field(default_factory=list)
+    tokens: list[tuple[SampledToken, ...]] = field(default_factory=list)
+    scores: dict[int, list[ScoredToken]] = field(default_factory=dict)

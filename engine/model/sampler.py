@@ -1,7 +1,8 @@
 """Draws the next tokens of a step from its logits.
 
 A row's token depends on that row alone: on its logits, its request's parameters and history, and its named random
-number (`engine.model.philox`), never on the rest of the batch. Order of what is applied to a row, where asked for:
+number (`engine.model.philox`), never on the rest of the batch. Where several answers to a prompt begin, each draws from
+the same row with a number of its own. Order of what is applied to a row, where asked for:
 
 1. logit_bias is added;
 2. repetition penalty (tokens of prompt and output), then frequency and presence penalties (tokens of the output);
@@ -10,9 +11,10 @@ number (`engine.model.philox`), never on the rest of the batch. Order of what is
    min_p, top_k and top_p each drop tokens from what the one before left (top_p of the renormalised rest), and the
    token is found by inverting the cumulative distribution, summed in float64 in the order of token ids.
 
-Log-probabilities are those of the model: the log-softmax of the logits as they came, before any of this.
+Log-probabilities are those of the model: the log-softmax of the logits as they came, before any of this. So are those
+of prompt tokens.
 
-Axes: R sampled rows, V vocabulary.
+Axes: R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from engine.core.sampling import SamplingParams
-from engine.core.step import SampledToken, SequenceStep
+from engine.core.step import SampledToken, ScoredToken, SequenceStep
 from engine.model.philox import uniform
 
 _Float32 = npt.NDArray[np.float32]
@@ -44,8 +46,9 @@ class Sampler:
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
 
-    def sample(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[SampledToken]:
-        """One token for each row of float32 `logits_RV`, which belongs to `steps` of the same index.
+    def sample(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[tuple[SampledToken, ...]]:
+        """Tokens for each row of float32 `logits_RV`, which belongs to `steps` of the same index: one for its choice,
+        then one for each of its twins.
 
         `logits_RV` is used as working space and holds nothing useful afterwards.
 
@@ -59,10 +62,9 @@ class Sampler:
         }
         for row, step in enumerate(steps):
             self._adjust(logits_RV[row], step)
-        token_ids = self._choose(logits_RV, steps)
         return [
-            _with_logprobs(token_id, logprobs.get(row), steps[row].sampling.logprobs)
-            for row, token_id in enumerate(token_ids)
+            _with_logprobs(token_ids, logprobs.get(row), steps[row].sampling.logprobs)
+            for row, token_ids in enumerate(self._choose(logits_RV, steps))
         ]
 
     def _adjust(self, logits_V: torch.Tensor, step: SequenceStep) -> None:
@@ -84,20 +86,36 @@ class Sampler:
             banned = [i for i in (*self._eos_token_ids, *params.stop_token_ids) if 0 <= i < len(logits_V)]
             logits_V[banned] = float("-inf")
 
-    def _choose(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[int]:
+    def _choose(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[list[int]]:
         top_R, greedy_R = logits_RV.max(dim=-1)  # the first index among equals
         for step, is_finite in zip(steps, top_R.isfinite().tolist(), strict=True):
             if not is_finite:
                 raise NonFiniteLogitsError(f"logits of {step.key} at output position {step.position} are not finite")
         # Drawn row by row, not all at once: a row's weights and sums then stay in the cache.
         return [
-            greedy if step.sampling.is_greedy else _draw(logits_V, step)
+            [greedy] * (1 + len(step.twins)) if step.sampling.is_greedy else _draw(logits_V, step)
             for greedy, logits_V, step in zip(greedy_R.tolist(), logits_RV.numpy(), steps, strict=True)
         ]
 
 
-def _draw(logits_V: _Float32, step: SequenceStep) -> int:
-    """The token at which the cumulative distribution passes the row's random number."""
+def score(logits_RV: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[ScoredToken]:
+    """Log-probability of each given token in its row of float32 `logits_RV`, and the `num_top` likeliest of the row.
+
+    Raises NonFiniteLogitsError if one of them is not finite.
+    """
+    logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
+    given = logprobs_RV[torch.arange(len(token_ids)), torch.tensor(token_ids)].tolist()
+    if not all(map(math.isfinite, given)):
+        raise NonFiniteLogitsError("log-probabilities of prompt tokens are not finite")
+    tops = _top(logprobs_RV, num_top)
+    return [
+        ScoredToken(token_id=token_id, logprob=logprob, top=top)
+        for token_id, logprob, top in zip(token_ids, given, tops, strict=True)
+    ]
+
+
+def _draw(logits_V: _Float32, step: SequenceStep) -> list[int]:
+    """The tokens at which the cumulative distribution passes the row's random numbers, one number a choice."""
     params = step.sampling
     # A temperature too small for float32 would be 0 and give 0 / 0 for the most likely token.
     temperature = max(np.float32(params.temperature), np.finfo(np.float32).tiny)
@@ -106,10 +124,12 @@ def _draw(logits_V: _Float32, step: SequenceStep) -> int:
     _filter(weights_V, params)
     sums_V = weights_V.cumsum(dtype=np.float64)
     total = float(sums_V[-1])
-    number = uniform(seed=params.seed, choice=step.key.choice, position=step.position)
+    numbers = [
+        uniform(seed=params.seed, choice=choice, position=step.position) for choice in (step.key.choice, *step.twins)
+    ]
     # A target that rounds up to the total would pass the end: one step less finds the last token with a weight.
-    target = min(number * total, math.nextafter(total, 0.0))
-    return int(np.searchsorted(sums_V, target, side="right"))
+    targets = [min(number * total, math.nextafter(total, 0.0)) for number in numbers]
+    return [int(np.searchsorted(sums_V, target, side="right")) for target in targets]
 
 
 def _filter(weights_V: _Float32, params: SamplingParams) -> None:
@@ -138,9 +158,21 @@ def _keep_largest(weights_V: _Float32, border: np.float32, count: int) -> None:
     weights_V[equal[count - num_larger :]] = 0.0
 
 
-def _with_logprobs(token_id: int, logprobs_V: torch.Tensor | None, num_top: int | None) -> SampledToken:
+def _with_logprobs(
+    token_ids: list[int], logprobs_V: torch.Tensor | None, num_top: int | None
+) -> tuple[SampledToken, ...]:
     if logprobs_V is None or num_top is None:
-        return SampledToken(token_id=token_id)
-    values, ids = logprobs_V.topk(num_top)
-    top = sorted(zip(ids.tolist(), values.tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))
-    return SampledToken(token_id=token_id, logprob=float(logprobs_V[token_id]), top=tuple(top))
+        return tuple(SampledToken(token_id=token_id) for token_id in token_ids)
+    (top,) = _top(logprobs_V.unsqueeze(0), num_top)
+    return tuple(
+        SampledToken(token_id=token_id, logprob=float(logprobs_V[token_id]), top=top) for token_id in token_ids
+    )
+
+
+def _top(logprobs_RV: torch.Tensor, num_top: int) -> list[tuple[tuple[int, float], ...]]:
+    """The likeliest tokens of each row, most likely first, the lowest id first among equals."""
+    values, ids = logprobs_RV.topk(min(num_top, logprobs_RV.shape[-1]), dim=-1)
+    return [
+        tuple(sorted(zip(row_ids, row_values, strict=True), key=lambda pair: (-pair[1], pair[0])))
+        for row_ids, row_values in zip(ids.tolist(), values.tolist(), strict=True)
+    ]

@@ -63,8 +63,7 @@ def expected(model: Path) -> Callable[[RequestBody], list[int]]:
                 prompt_ids=body.prompt_ids,
                 output_ids=output,
             )
-            (drawn,) = runner.run(StepPlan(step_id=0, sequences=[step])).tokens
-            assert drawn is not None
+            ((drawn,),) = runner.run(StepPlan(step_id=0, sequences=[step])).tokens
             output.append(drawn.token_id)
             tokens, start = [drawn.token_id], start + len(tokens)
         return output

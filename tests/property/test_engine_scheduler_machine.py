@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,6 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.core.block_hash import hash_blocks
 from engine.core.block_pool import BlockPool, OutOfBlocksError
+from engine.core.outcome import ScoredPrompt
+from engine.core.planning import MAX_SCORED_ROWS
+from engine.core.request import Sibling, twins_of
 from engine.core.sampling import SamplingParams
 from engine.core.scheduler import (
     PrefillProgress,
@@ -20,7 +23,7 @@ from engine.core.scheduler import (
 )
 from engine.core.sequence import num_blocks_for
 from engine.core.step import SequenceKey, StepPlan
-from tests.support.toy_engine import Answers, ToyRunner, Undisturbed, kv_of, undisturbed
+from tests.support.toy_engine import Answers, ToyRunner, Undisturbed, kv_of, scores_of, undisturbed
 
 EOS = 3
 GARBAGE = -1
@@ -36,7 +39,12 @@ class Push:
 
     @property
     def reserved(self) -> list[int]:
-        return [block_id for block_id, _ in self.granted]
+        """For the tokens of the sequence and the next one."""
+        return [block_id for block_id, _ in self.granted][: len(self.granted) - len(self.spec.siblings)]
+
+    @property
+    def spare(self) -> list[int]:
+        return [block_id for block_id, _ in self.granted][len(self.granted) - len(self.spec.siblings) :]
 
 
 # Prompts share beginnings, so that the prefix cache has work to do.
@@ -47,19 +55,23 @@ prompts = st.builds(
     st.lists(st.integers(0, 1), min_size=1, max_size=4),
 )
 params = st.builds(
-    lambda max_tokens, min_share, ignore_eos, stop, seed: SamplingParams(
+    lambda max_tokens, min_share, ignore_eos, stop, seed, scored: SamplingParams(
         max_tokens=max_tokens,
         min_tokens=max_tokens * min_share // 4,
         ignore_eos=ignore_eos,
         stop_token_ids=stop,
         seed=seed,
+        prompt_logprobs=scored,
     ),
     st.integers(1, 24),
     st.integers(0, 4),
     st.booleans(),
     st.sampled_from([(), (5, 7, 11)]),
     st.integers(0, 3),
+    st.sampled_from([None, None, None, 0]),
 )
+# The other answers of a prompt: how many of the leading one's forced tokens each has, and which tokens follow these.
+families = st.lists(st.tuples(st.sampled_from([9, 9, 9, 0, 1]), st.lists(st.integers(20, 24), max_size=6)), max_size=3)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -100,34 +112,69 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.held: list[list[int]] = []
         self.plan: StepPlan | None = None
         self.preempted_without_progress: set[SequenceKey] = set()
+        self.scores: dict[SequenceKey, list[float]] = {}
 
     # Work arrives.
 
     def spec(
-        self, prompt: list[int], sampling: SamplingParams, num_forced: int, mode: SequenceMode, salt: int, priority: int
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        num_forced: int,
+        mode: SequenceMode,
+        salt: int,
+        priority: int,
+        family: list[tuple[int, list[int]]],
     ) -> SequenceSpec:
-        key = SequenceKey(f"request-{len(self.specs)}", 1, salt)
+        key = SequenceKey(f"request-{len(self.specs)}", 1, len(self.specs) % 2)
         prompt = prompt[: self.config.max_model_tokens - 1]
-        self.salts[key] = salt
-        self.expected[key] = undisturbed(
-            prompt,
-            sampling,
-            salt=salt,
-            eos_token_ids=self.config.eos_token_ids,
-            max_model_tokens=self.config.max_model_tokens,
+        most = min(sampling.max_tokens, self.config.max_model_tokens - len(prompt)) - 1
+        forced = self.undisturbed(prompt, sampling, salt, key.choice, []).token_ids[:-1][:num_forced]
+        siblings = tuple(
+            Sibling(choice=key.choice + number, delivered_ids=tuple((forced[:num_shared] + tail)[:most]))
+            for number, (num_shared, tail) in enumerate(family, start=1)
         )
-        forced = self.expected[key].token_ids[:-1][:num_forced]
-        self.answers.expect(key, forced)
-        self.specs[key] = SequenceSpec(
+        if mode is SequenceMode.PREFILL_ONLY:
+            siblings = twins_of(siblings, forced)
+        spec = SequenceSpec(
             key=key,
             prompt_ids=prompt,
             sampling=sampling,
             mode=mode,
             extra_key=bytes([salt]),
             forced_output_ids=forced,
+            siblings=siblings,
             priority=priority,
         )
-        return self.specs[key]
+        self.salts[key] = salt
+        for other, ids in self.answers_of(spec):
+            self.salts[other] = salt
+            self.expected[other] = self.undisturbed(prompt, sampling, salt, other.choice, ids)
+            self.answers.expect(other, ids)
+            self.specs[other] = spec
+        return spec
+
+    def undisturbed(
+        self, prompt: list[int], sampling: SamplingParams, salt: int, choice: int, forced_ids: list[int]
+    ) -> Undisturbed:
+        return undisturbed(
+            prompt,
+            sampling,
+            forced_ids=forced_ids,
+            salt=salt,
+            choice=choice,
+            eos_token_ids=self.config.eos_token_ids,
+            max_model_tokens=self.config.max_model_tokens,
+        )
+
+    def answers_of(self, spec: SequenceSpec) -> list[tuple[SequenceKey, list[int]]]:
+        """Keys of the sequence and its siblings, and what has been delivered of each."""
+        siblings = [(replace(spec.key, choice=other.choice), list(other.delivered_ids)) for other in spec.siblings]
+        return [(spec.key, spec.forced_output_ids), *siblings]
+
+    def give_up(self, spec: SequenceSpec) -> None:
+        """None of the spec's answers is run."""
+        self.aborted.update(key for key, _ in self.answers_of(spec))
 
     @rule(
         burst=st.lists(st.tuples(prompts, params), min_size=1, max_size=5),
@@ -135,6 +182,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode=st.sampled_from([SequenceMode.LOCAL, SequenceMode.LOCAL, SequenceMode.PREFILL_ONLY]),
         salt=st.sampled_from([0, 0, 0, 1]),
         priority=st.sampled_from([0, 0, 0, 1]),
+        family=families,
     )
     def add(
         self,
@@ -143,24 +191,38 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode: SequenceMode,
         salt: int,
         priority: int,
+        family: list[tuple[int, list[int]]],
     ) -> None:
         for prompt, sampling in burst:
-            self.scheduler.add(self.spec(prompt, sampling, num_forced, mode, salt, priority))
+            self.scheduler.add(self.spec(prompt, sampling, num_forced, mode, salt, priority, family))
 
-    @rule(prompt=prompts, sampling=params, num_forced=st.integers(0, 5), salt=st.sampled_from([0, 0, 0, 1]))
-    def grant_push(self, prompt: list[int], sampling: SamplingParams, num_forced: int, salt: int) -> None:
-        spec = self.spec(prompt, sampling, num_forced, SequenceMode.DECODE, salt, 0)
+    @rule(
+        prompt=prompts,
+        sampling=params,
+        num_forced=st.integers(0, 5),
+        salt=st.sampled_from([0, 0, 0, 1]),
+        family=families,
+    )
+    def grant_push(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        num_forced: int,
+        salt: int,
+        family: list[tuple[int, list[int]]],
+    ) -> None:
+        spec = self.spec(prompt, sampling, num_forced, SequenceMode.DECODE, salt, 0, family)
         token_ids = spec.prompt_ids + spec.forced_output_ids
         # At least one token is left for the sender to compute, as with the scheduler's own hits.
         hashes = hash_blocks(token_ids[:-1], self.config.block_size, spec.extra_key)
         pinned = self.pool.match(hashes)
         self.pool.acquire(pinned)
-        num_needed = num_blocks_for(len(token_ids) + 1, self.config.block_size)
+        num_needed = num_blocks_for(len(token_ids) + 1, self.config.block_size) + len(spec.siblings)
         try:
             granted = self.pool.reserve(num_needed - len(pinned))
         except OutOfBlocksError:
             self.pool.release(pinned)
-            self.aborted.add(spec.key)
+            self.give_up(spec)
             return
         self.pushes.append(Push(spec=spec, pinned=pinned, granted=granted))
 
@@ -176,8 +238,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         kv = kv_of(spec.prompt_ids + spec.forced_output_ids, self.salts[spec.key])
         self.runner.write(push.reserved, kv[len(push.pinned) * block_size :])
         self.pool.commit(push.granted)
-        first_token_id = self.expected[spec.key].token_ids[len(spec.forced_output_ids)]
-        self.answers.take(self.scheduler.add_with_kv(spec, push.pinned + push.reserved, first_token_id))
+        position = len(spec.forced_output_ids)
+        twins = [replace(spec.key, choice=twin.choice) for twin in twins_of(spec.siblings, spec.forced_output_ids)]
+        first_token_ids = [self.expected[key].token_ids[position] for key in (spec.key, *twins)]
+        table = push.pinned + push.reserved
+        for emitted in self.scheduler.add_with_kv(spec, table, first_token_ids, push.spare):
+            self.answers.take(emitted)
 
     @precondition(lambda self: self.pushes)
     @rule(data=st.data())
@@ -185,10 +251,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The sender goes on writing until it is fenced."""
         push = self.pushes.pop(data.draw(st.integers(0, len(self.pushes) - 1)))
         self.pool.release(push.pinned)
-        self.pool.quarantine(push.reserved)
-        self.runner.write(push.reserved, [GARBAGE] * (len(push.reserved) * self.config.block_size))
-        self.pool.release_reserved(push.reserved)
-        self.aborted.add(push.spec.key)
+        granted = push.reserved + push.spare
+        self.pool.quarantine(granted)
+        self.runner.write(granted, [GARBAGE] * (len(granted) * self.config.block_size))
+        self.pool.release_reserved(granted)
+        self.give_up(push.spec)
 
     # Work is done.
 
@@ -200,6 +267,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.check_nothing_is_stuck()
             return
         assert self.plan.num_tokens <= self.config.max_step_tokens
+        num_scored = sum(len(step.scored_ids) for step in self.plan.sequences)
+        assert num_scored <= max(MAX_SCORED_ROWS, self.config.block_size)
         for step in self.plan.sequences:
             end = step.start + len(step.token_ids)
             assert step.sample or end % self.config.block_size == 0, "a chunk ends inside a block"
@@ -223,11 +292,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.preempted_without_progress.add(key)
         for progress in outcome.progress:
             self.check_progress(progress)
+        for scored in outcome.scored:
+            self.check_scores(scored)
         for emitted in outcome.emitted:
             self.preempted_without_progress.discard(emitted.key)
             self.answers.take(emitted)
-            if self.specs[emitted.key].mode is SequenceMode.PREFILL_ONLY:
+            spec = self.specs[emitted.key]
+            if spec.mode is SequenceMode.PREFILL_ONLY and emitted.key == spec.key:
                 self.held.append(self.scheduler.take_blocks(emitted.key))
+            if emitted.key == spec.key and spec.mode is not SequenceMode.DECODE:
+                is_scored = spec.sampling.prompt_logprobs is not None
+                assert len(self.scores.get(spec.key, [])) == is_scored * (len(spec.prompt_ids) - 1)
+
+    def check_scores(self, scored: ScoredPrompt) -> None:
+        """Each prompt token but the first is scored once, in order, from what was computed of the prompt before it."""
+        prompt = self.specs[scored.key].prompt_ids
+        known = self.scores.setdefault(scored.key, [])
+        assert scored.position == len(known) + 1
+        assert [token.token_id for token in scored.tokens] == prompt[scored.position :][: len(scored.tokens)]
+        known.extend(token.logprob for token in scored.tokens)
+        assert known == scores_of(prompt, self.salts[scored.key])[: len(known)]
 
     def check_progress(self, progress: PrefillProgress) -> None:
         """What is final now may be pushed now, so it must lie in the slots."""
@@ -246,7 +330,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         planned = [step.key for step in self.plan.sequences]
         failed = self.scheduler.fail_step()
         assert failed == [key for key in planned if key not in self.aborted]
-        self.aborted.update(failed)
+        for key in failed:
+            self.lose(key)
         self.plan = None
 
     @precondition(lambda self: self.specs)
@@ -257,7 +342,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.abort(key) == known
         assert not self.scheduler.has(key)
         if known:
-            self.aborted.add(key)
+            self.lose(key)
+
+    def lose(self, key: SequenceKey) -> None:
+        """It is gone, and so are its siblings that had not started."""
+        self.aborted.add(key)
+        spec = self.specs[key]
+        if key == spec.key:
+            others = [other for other, _ in self.answers_of(spec) if not self.scheduler.has(other)]
+            self.aborted.update(other for other in others if other not in self.answers.finish_reasons)
 
     @precondition(lambda self: self.held)
     @rule()

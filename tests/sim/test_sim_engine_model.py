@@ -38,10 +38,10 @@ def run_alone(memory: KVMemory, table: list[int], chunk: int, sampling: Sampling
             prompt_ids=PROMPT,
             output_ids=output,
         )
-        drawn = run_plan(StepPlan(step_id=0, sequences=[step]), memory).tokens[0]
+        tokens_drawn = run_plan(StepPlan(step_id=0, sequences=[step]), memory).tokens[0]
         start += len(token_ids)
-        assert (drawn is not None) == sample
-        if drawn is not None:
+        assert len(tokens_drawn) == sample
+        for drawn in tokens_drawn:
             output.append(drawn.token_id)
             tokens.append(drawn.token_id)
     return output
@@ -75,8 +75,8 @@ def test_a_wrong_block_changes_the_answer() -> None:
             prompt_ids=PROMPT,
             output_ids=[right[0]],
         )
-        drawn = run_plan(StepPlan(step_id=0, sequences=[step]), damaged).tokens[0]
-        assert drawn is not None and drawn.token_id != right[1], f"position {position} is not seen"
+        (drawn,) = run_plan(StepPlan(step_id=0, sequences=[step]), damaged).tokens[0]
+        assert drawn.token_id != right[1], f"position {position} is not seen"
 
 
 def test_swapped_blocks_are_seen() -> None:

@@ -126,6 +126,8 @@ def make_step(
     position: int = 0,
     prompt_ids: Sequence[int] = (),
     output_ids: Sequence[int] = (),
+    twins: Sequence[int] = (),
+    scored_ids: Sequence[int] = (),
 ) -> SequenceStep:
     return SequenceStep(
         key=SequenceKey(request_id, 1, choice),
@@ -137,6 +139,8 @@ def make_step(
         position=position,
         prompt_ids=list(prompt_ids),
         output_ids=list(output_ids),
+        twins=tuple(twins),
+        scored_ids=list(scored_ids),
     )
 
 
@@ -201,11 +205,11 @@ class GreedyLoop:
         self.max_batch = max(self.max_batch, len(steps))
         result = self._runner.run(StepPlan(step_id=step_id, sequences=steps))
         assert result.step_id == step_id
-        for (index, in_pool), step, token in zip(scheduled, steps, result.tokens, strict=True):
+        for (index, in_pool), step, tokens in zip(scheduled, steps, result.tokens, strict=True):
             table, _ = running[index]
             running[index] = (table, in_pool)
-            assert (token is not None) == step.sample
-            if token is not None:
+            assert len(tokens) == step.sample
+            for token in tokens:
                 outputs[index].append(token.token_id)
                 if token.token_id in self._runner.config.eos_token_ids or len(outputs[index]) == max_tokens:
                     self._free_blocks += running.pop(index)[0]

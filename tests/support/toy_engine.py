@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engine.core.block_pool import BlockPool, BlockState
 from engine.core.sampling import SamplingParams
 from engine.core.scheduler import EmittedToken, Scheduler, StepOutcome
-from engine.core.step import SampledToken, SequenceKey, StepPlan, StepResult
+from engine.core.step import SampledToken, ScoredToken, SequenceKey, SequenceStep, StepPlan, StepResult
 
 VOCABULARY_SIZE = 50
 _START = 17
@@ -46,6 +46,7 @@ def undisturbed(
     *,
     forced_ids: list[int] | None = None,
     salt: int = 0,
+    choice: int = 0,
     eos_token_ids: frozenset[int] = frozenset(),
     max_model_tokens: int = 10**9,
 ) -> Undisturbed:
@@ -55,7 +56,7 @@ def undisturbed(
     for token_kv in kv_of(prompt_ids + output, salt):
         fold = _mix(fold, token_kv)
     while True:
-        token_id = _draw(fold, params.seed, len(output))
+        token_id = _draw(fold, params.seed, choice, len(output))
         output.append(token_id)
         ends = token_id in params.stop_token_ids or (token_id in eos_token_ids and not params.ignore_eos)
         if ends and len(output) > params.min_tokens:
@@ -63,6 +64,15 @@ def undisturbed(
         if len(output) == params.max_tokens or len(prompt_ids) + len(output) == max_model_tokens:
             return Undisturbed(token_ids=output, finish_reason="length")
         fold = _mix(fold, _mix(fold, token_id))
+
+
+def scores_of(prompt_ids: list[int], salt: int = 0) -> list[float]:
+    """Log-probabilities of prompt tokens 1, 2, ..., computed at once."""
+    fold, scores = _mix(_START, salt), []
+    for token_kv, following in zip(kv_of(prompt_ids, salt), prompt_ids[1:], strict=False):
+        fold = _mix(fold, token_kv)
+        scores.append(_logprob(fold, following))
+    return scores
 
 
 class ToyRunner:
@@ -96,8 +106,10 @@ class ToyRunner:
                 fold = _mix(fold, token_kv)
             folds.append(fold)
         written: set[int] = set()
-        tokens: list[SampledToken | None] = []
-        for step, fold in zip(plan.sequences, folds, strict=True):
+        tokens: list[tuple[SampledToken, ...]] = []
+        scores: dict[int, list[ScoredToken]] = {}
+        for index, (step, fold) in enumerate(zip(plan.sequences, folds, strict=True)):
+            after: list[int] = []
             for position, token_id in enumerate(step.token_ids, start=step.start):
                 slot = self.slot(step.block_table, position)
                 assert slot not in written, f"slot {slot} is written twice in a step"
@@ -105,11 +117,21 @@ class ToyRunner:
                 written.add(slot)
                 self._slots[slot] = _mix(fold, token_id)
                 fold = _mix(fold, self._slots[slot])
-            drawn = _draw(fold, step.sampling.seed, step.position)
-            tokens.append(SampledToken(token_id=drawn) if step.sample else None)
+                after.append(fold)
+            tokens.append(self._sample(fold, step) if step.sample else ())
+            if step.scored_ids:
+                pairs = zip(after, step.scored_ids, strict=False)
+                scores[index] = [
+                    ScoredToken(token_id=token, logprob=_logprob(before, token)) for before, token in pairs
+                ]
         self.num_tokens_run += len(written)
         self.max_sequences_in_step = max(self.max_sequences_in_step, len(plan.sequences))
-        return StepResult(step_id=plan.step_id, tokens=tokens)
+        return StepResult(step_id=plan.step_id, tokens=tokens, scores=scores)
+
+    def _sample(self, fold: int, step: SequenceStep) -> tuple[SampledToken, ...]:
+        choices = (step.key.choice, *step.twins)
+        seed, position = step.sampling.seed, step.position
+        return tuple(SampledToken(token_id=_draw(fold, seed, choice, position)) for choice in choices)
 
 
 def run_step(scheduler: Scheduler, runner: ToyRunner) -> StepOutcome | None:
@@ -153,5 +175,9 @@ def _mix(left: int, right: int) -> int:
     return hash((left, right))
 
 
-def _draw(fold: int, seed: int, position: int) -> int:
-    return hash((fold, seed, position)) % VOCABULARY_SIZE
+def _draw(fold: int, seed: int, choice: int, position: int) -> int:
+    return hash((fold, seed + 1_000_003 * choice, position)) % VOCABULARY_SIZE
+
+
+def _logprob(fold: int, token_id: int) -> float:
+    return -(hash((fold, token_id)) % 1000) / 100

@@ -105,7 +105,8 @@ def test_first_token_is_the_same_whichever_worker_sends_it() -> None:
     def run_with_logprobs(plan: StepPlan) -> StepResult:
         result = run(plan)
         drawn = [
-            token and replace(token, logprob=-0.5, top=((token.token_id, -0.5), (3, -2.5))) for token in result.tokens
+            tuple(replace(token, logprob=-0.5, top=((token.token_id, -0.5), (3, -2.5))) for token in tokens)
+            for tokens in result.tokens
         ]
         return replace(result, tokens=drawn)
 

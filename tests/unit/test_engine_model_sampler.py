@@ -33,14 +33,15 @@ def step(
 
 
 def sample_one(logits: list[float], which: SequenceStep) -> SampledToken:
-    return SAMPLER.sample(torch.tensor([logits]), [which])[0]
+    (token,) = SAMPLER.sample(torch.tensor([logits]), [which])[0]
+    return token
 
 
 def frequencies(logits: list[float], num_draws: int = 4000, **sampling: Any) -> dict[int, float]:
     """Shares of the tokens drawn at positions 0 .. num_draws - 1 of one request."""
     steps = [step(position=position, max_tokens=10**6, **sampling) for position in range(num_draws)]
     tokens = SAMPLER.sample(torch.tensor([logits]).repeat(num_draws, 1), steps)
-    counts = Counter(token.token_id for token in tokens)
+    counts = Counter(token.token_id for (token,) in tokens)
     return {token_id: count / num_draws for token_id, count in counts.items()}
 
 
@@ -77,7 +78,7 @@ def test_greedy_takes_the_lowest_id_on_a_tie() -> None:
     wide = torch.zeros(3, 49_152)
     wide[0, 40_000] = wide[0, 40_001] = 1.0
     wide[2, 7] = wide[2, 49_151] = 1.0
-    assert [token.token_id for token in SAMPLER.sample(wide, [step(), step(), step()])] == [40_000, 0, 7]
+    assert [token.token_id for (token,) in SAMPLER.sample(wide, [step(), step(), step()])] == [40_000, 0, 7]
 
 
 def test_plain_sampling_follows_softmax() -> None:
@@ -130,7 +131,8 @@ def test_top_p_counts_the_share_of_what_top_k_left() -> None:
 def test_top_p_over_a_flat_vocabulary_keeps_the_lowest_ids() -> None:
     logits = torch.zeros(1, 5000)
     drawn = {
-        SAMPLER.sample(logits.clone(), [step(temperature=1.0, top_p=0.5, seed=seed)])[0].token_id for seed in range(200)
+        SAMPLER.sample(logits.clone(), [step(temperature=1.0, top_p=0.5, seed=seed)])[0][0].token_id
+        for seed in range(200)
     }
     assert max(drawn) <= 2500
     assert max(drawn) > 1500
@@ -227,7 +229,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 def test_choices_and_positions_draw_differently() -> None:
     logits = torch.zeros(1, 1000)
     draws = {
-        SAMPLER.sample(logits.clone(), [step(temperature=1.0, seed=1, choice=choice, position=position)])[0].token_id
+        SAMPLER.sample(logits.clone(), [step(temperature=1.0, seed=1, choice=choice, position=position)])[0][0].token_id
         for choice in range(5)
         for position in range(5)
     }

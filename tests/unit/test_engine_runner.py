@@ -67,7 +67,7 @@ def test_results_come_in_the_plans_order(runner: Runner) -> None:
     steps = [make_step(ids, 0, [index], request_id=str(index), sample=index != 1) for index, ids in enumerate(prompts)]
     result = runner.run(plan(*steps))
     assert result.step_id == 7
-    assert result.tokens[1] is None
+    assert result.tokens[1] == ()
     for index in (0, 2):
         alone = runner.run(plan(make_step(prompts[index], 0, [5], request_id=str(index))))
         assert result.tokens[index] == alone.tokens[0]
@@ -75,7 +75,7 @@ def test_results_come_in_the_plans_order(runner: Runner) -> None:
 
 def test_an_empty_plan_and_one_that_samples_nothing(runner: Runner) -> None:
     assert runner.run(plan()).tokens == []
-    assert runner.run(plan(make_step([3, 4], 0, [0], sample=False))).tokens == [None]
+    assert runner.run(plan(make_step([3, 4], 0, [0], sample=False))).tokens == [()]
 
 
 def test_a_chunk_that_samples_nothing_writes_the_same_kv(runner: Runner) -> None:
@@ -99,12 +99,42 @@ def test_writes_only_the_slots_of_the_plan(runner: Runner) -> None:
 def test_logits_lead_to_the_token(runner: Runner) -> None:
     step = make_step([3, 4, 5], 0, [0], sampling=SamplingParams(logprobs=3))
     logits = runner.logits(plan(step))
-    token = runner.run(plan(step)).tokens[0]
-    assert token is not None
+    (token,) = runner.run(plan(step)).tokens[0]
     assert logits.shape == (1, runner.config.vocab_size)
     assert token.token_id == int(logits.argmax())
     assert token.logprob == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-5)
     assert len(token.top) == 3
+
+
+def test_twins_draw_from_the_same_logits_as_they_would_alone(runner: Runner) -> None:
+    sampling = SamplingParams(temperature=5.0, seed=4, logprobs=1)
+    together = runner.run(plan(make_step([3, 4, 5], 0, [0], sampling=sampling, choice=2, twins=[0, 5]))).tokens[0]
+    alone = [
+        runner.run(plan(make_step([3, 4, 5], 0, [0], sampling=sampling, choice=choice))).tokens[0]
+        for choice in (2, 0, 5)
+    ]
+    assert [(token,) for token in together] == alone
+    assert len({token.token_id for token in together}) > 1, "they have random numbers of their own"
+
+
+@pytest.mark.parametrize("cut", [1, 4, 7, 19])
+def test_prompt_tokens_are_scored_chunk_by_chunk_beside_others(runner: Runner, cut: int) -> None:
+    prompt = [3 + 5 * index % 40 for index in range(20)]
+    sampling = SamplingParams(prompt_logprobs=3)
+    other = make_step([9, 8, 7], 0, [15], request_id="other")
+    first = make_step(prompt[:cut], 0, [0, 1, 2], sampling=sampling, sample=False, scored_ids=prompt[1 : cut + 1])
+    rest = make_step(prompt[cut:], cut, [0, 1, 2], sampling=sampling, scored_ids=prompt[cut + 1 :])
+    results = [runner.run(plan(other, first)), runner.run(plan(rest, other))]
+    scores = results[0].scores[1] + results[1].scores.get(0, [])
+    assert [score.token_id for score in scores] == prompt[1:]
+    for position, score in enumerate(scores, start=1):
+        logits = runner.logits(plan(make_step(prompt[:position], 0, [4, 5, 6])))[0]
+        logprobs = logits.double().log_softmax(-1)
+        assert score.logprob == pytest.approx(float(logprobs[prompt[position]]), abs=1e-4)
+        assert [token_id for token_id, _ in score.top] == logprobs.topk(3).indices.tolist()
+    alone = runner.run(plan(make_step(prompt, 0, [7, 8, 9], sampling=sampling)))
+    assert results[1].tokens[0] == alone.tokens[0] and alone.scores == {}
+    assert results[0].tokens[0] == results[1].tokens[1], "the other one does not notice"
 
 
 def test_layer_hook_comes_when_the_layers_kv_is_written(runner: Runner) -> None:
