@@ -9,15 +9,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cluster.agent.leg_output import LegOutput
 from cluster.agent.legs import Leg, LegKind, LegTable, Phase, push_key_of
 from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.outbox import Outbox
 from cluster.agent.pushes import Pushes, PushRefusedError
 from cluster.agent.stepper import Stepper
+from cluster.agent.translation import (
+    block_grants,
+    first_token,
+    matchable_hashes,
+    mismatch_of,
+    peer_of,
+    sequence_spec,
+    transport_of,
+)
 from cluster.core.ids import AttemptId, Outcome, WorkerId
 from cluster.core.limits import NS_PER_MS
 from cluster.core.messages import (
-    Block,
     Committed,
     Finished,
     LegFailed,
@@ -30,18 +39,15 @@ from cluster.core.messages import (
     ReserveRefused,
     RunLocal,
     WorkerMessage,
-    WorkerRef,
 )
-from cluster.core.token_messages import TokenInfo
-from engine.core.block_hash import extra_key, hash_blocks
 from engine.core.block_pool import BlockPool
 from engine.core.errors import OutOfBlocksError, SchedulerFullError, StaleGenerationError
 from engine.core.outcome import EmittedToken, PrefillProgress, StepOutcome
 from engine.core.request import RequestBody
-from engine.core.sequence import SequenceMode, SequenceSpec, num_blocks_for
+from engine.core.sequence import SequenceMode, num_blocks_for
 from engine.core.step import SequenceKey, StepPlan
 from kv_transfer.protocol.lease import Recent
-from kv_transfer.protocol.messages import BlockGrant, FirstToken, Grant, PushArrived
+from kv_transfer.protocol.messages import Grant, PushArrived
 from kv_transfer.transport.base import PeerId
 
 RAN_ALREADY = "an attempt of that number has run here"
@@ -63,11 +69,13 @@ class LegControl:
     ) -> None:
         self._config = config
         self._block_size = config.scheduler.block_size
+        self._fingerprint = config.model_fingerprint
         self._peer = peer_of(config.hello.ref.worker)
         self._pool = pool
         self._stepper = stepper
         self._pushes = pushes
         self._outbox = outbox
+        self._output = LegOutput(outbox)
         self._legs = legs
         self._unstarted: dict[SequenceKey, Leg] = {}
         self._lost_peers: Recent[PeerId | None, None] = Recent(config.push_limits.max_fenced_lives)
@@ -87,7 +95,7 @@ class LegControl:
         if refusal is not None:
             self._refuse(command.attempt, refusal)
             return
-        cached = self._pool.match(self._hashes_to_match(body))
+        cached = self._pool.match(matchable_hashes(body, self._block_size, self._fingerprint))
         self._pool.acquire(cached)
         grant = Grant(
             key=push_key_of(command.attempt),
@@ -97,7 +105,8 @@ class LegControl:
             blocks=(),
             ttl_ns=command.ttl_ms * NS_PER_MS,
         )
-        num_blocks = num_blocks_for(command.num_tokens, self._block_size) - len(cached)
+        # Each sibling has a block for what it does not share.
+        num_blocks = num_blocks_for(command.num_tokens, self._block_size) + len(body.siblings) - len(cached)
         try:
             blocks = self._pushes.reserve(now_ns, grant, num_cached=len(cached), num_blocks=num_blocks)
         except (OutOfBlocksError, PushRefusedError) as error:
@@ -108,8 +117,8 @@ class LegControl:
         leg.peer = grant.sender
         leg.pinned_blocks = cached
         leg.num_cached_tokens = len(cached) * self._block_size
-        self._pool.count_lookup(leg.num_input_tokens, leg.num_cached_tokens)
-        leg.kv_transport = _transport_of(command.source)
+        self._pool.count_lookup(body.num_input_tokens, leg.num_cached_tokens)
+        leg.kv_transport = transport_of(command.source)
         self._messages.append(
             ReserveGranted(
                 attempt=command.attempt,
@@ -127,16 +136,16 @@ class LegControl:
         leg = self._add_leg(now_ns, command.attempt, LegKind.PREFILL, Phase.RUNNING, body)
         leg.peer = peer_of(command.destination.worker)
         leg.num_blocks_ready = command.num_cached_blocks
-        leg.kv_transport = _transport_of(command.destination)
+        leg.kv_transport = transport_of(command.destination)
         grant = Grant(
             key=leg.push_key,
             lease_id=command.lease_id,
             receiver=leg.peer,
             sender=self._peer,
-            blocks=tuple(_block_grant(block) for block in command.blocks),
+            blocks=block_grants(command.blocks),
             ttl_ns=command.ttl_ms * NS_PER_MS,
         )
-        num_blocks = num_blocks_for(leg.num_input_tokens, self._block_size)
+        num_blocks = num_blocks_for(body.num_input_tokens, self._block_size)
         try:
             self._pushes.open_source(now_ns, grant, num_blocks, command.destination.endpoints)
         except ValueError as error:
@@ -167,6 +176,18 @@ class LegControl:
         self._pushes.cancel(now_ns, push_key_of(attempt), reason)
         self._messages.append(LegReleased(attempt=attempt))
 
+    def stop_choice(self, now_ns: int, attempt: AttemptId, choice: int) -> None:
+        """The front has found the end of that answer in its text: nothing more of it is computed."""
+        leg = self._legs.get(attempt)
+        if leg is None or leg.kind is LegKind.PREFILL or choice not in leg.running:
+            return
+        if leg.phase is Phase.RESERVED:
+            leg.unwanted[choice] = None
+        elif leg.phase is Phase.RUNNING and leg.first_token_ns is not None:  # before that there is no text
+            self._stop_sequence(now_ns, leg, choice)
+            if not leg.running:
+                self._finish(now_ns, leg)
+
     def peer_lost(self, now_ns: int, worker: WorkerId) -> None:
         """Gives that life of a peer up; PeerFenced follows, at once if it is fenced already."""
         if self._pushes.peer_lost(now_ns, peer_of(worker)):
@@ -196,16 +217,18 @@ class LegControl:
                 leg.num_preemptions += 1
         for progress in outcome.progress:
             self._on_progress(now_ns, self._leg_of(progress.key), progress)
+        for part in outcome.scored:
+            self._output.scored(self._leg_of(part.key), part)
+        first_tokens: dict[AttemptId, list[EmittedToken]] = {}
         for emitted in outcome.emitted:
             leg = self._leg_of(emitted.key)
-            self._emit(leg, emitted)
+            self._output.emitted(now_ns, leg, emitted)
             if leg.kind is LegKind.PREFILL:
-                self._on_first_token(now_ns, leg, emitted)
-                continue
-            if leg.first_token_ns is None:
-                leg.first_token_ns = now_ns
-            if emitted.finish_reason is not None:
-                self._finish(now_ns, leg, emitted)
+                first_tokens.setdefault(leg.attempt, []).append(emitted)
+            elif not leg.running:
+                self._finish(now_ns, leg)
+        for tokens in first_tokens.values():
+            self._on_first_tokens(now_ns, self._leg_of(tokens[0].key), tokens)
 
     def step_failed(self, now_ns: int, keys: list[SequenceKey], reason: str) -> None:
         for key in keys:
@@ -222,7 +245,7 @@ class LegControl:
                 self.fail(now_ns, leg, Outcome.CANCELLED, "the front does not read its tokens", retryable=False)
         self._settle_pushes(now_ns)
         for leg in self._legs.leaving():
-            if not (leg.is_unsettled or self._stepper.holds(leg.sequence_key) or self._pushes.holds(leg.push_key)):
+            if not (leg.is_unsettled or self._holds_sequences(leg) or self._pushes.holds(leg.push_key)):
                 self._legs.remove(leg)
                 self._messages.append(LegReleased(attempt=leg.attempt))
 
@@ -250,37 +273,18 @@ class LegControl:
     def _add_leg(self, now_ns: int, attempt: AttemptId, kind: LegKind, phase: Phase, body: RequestBody) -> Leg:
         leg = Leg(attempt=attempt, kind=kind, phase=phase, body=body, created_ns=now_ns)
         self._legs.add(leg)
-        self._outbox.open(attempt, first_position=leg.first_position)
+        self._output.open(leg)
         return leg
 
     def _start(self, now_ns: int, leg: Leg, mode: SequenceMode) -> None:
         try:
-            self._stepper.scheduler.add(self._spec(leg, mode))
+            self._stepper.scheduler.add(sequence_spec(leg, mode, self._fingerprint))
         except ValueError as error:
             self.fail(now_ns, leg, Outcome.REJECTED_INVALID, str(error), retryable=False)
         except SchedulerFullError as error:
             self.fail(now_ns, leg, Outcome.REJECTED_OVERLOAD, str(error), retryable=True)
         else:
-            self._unstarted[leg.sequence_key] = leg
-
-    def _spec(self, leg: Leg, mode: SequenceMode) -> SequenceSpec:
-        return SequenceSpec(
-            key=leg.sequence_key,
-            prompt_ids=list(leg.body.prompt_ids),
-            forced_output_ids=list(leg.body.delivered_ids),
-            sampling=leg.body.sampling,
-            mode=mode,
-            extra_key=self._extra_key(leg.body),
-            priority=leg.body.priority,
-        )
-
-    def _extra_key(self, body: RequestBody) -> bytes:
-        return extra_key(self._config.model_fingerprint, body.adapter, body.cache_salt)
-
-    def _hashes_to_match(self, body: RequestBody) -> list[bytes]:
-        """Of all full blocks but one that holds the last token: at least one token is left to compute."""
-        token_ids = body.prompt_ids + body.delivered_ids
-        return hash_blocks(token_ids[: len(token_ids) - 1], self._block_size, self._extra_key(body))
+            self._unstarted[leg.lead_key] = leg
 
     def _may_start(self, attempt: AttemptId) -> bool:
         if self._legs.get(attempt) is not None:
@@ -297,7 +301,7 @@ class LegControl:
         return False
 
     def _reserve_refusal(self, command: Reserve, body: RequestBody) -> str | None:
-        num_tokens = len(body.prompt_ids) + len(body.delivered_ids) + 1
+        num_tokens = body.num_input_tokens + 1
         max_tokens = self._config.scheduler.max_model_tokens
         if self._legs.is_forbidden(command.attempt):
             return "cancelled before it came"
@@ -314,12 +318,17 @@ class LegControl:
     def _refuse(self, attempt: AttemptId, reason: str) -> None:
         self._messages.append(ReserveRefused(attempt=attempt, reason=reason))
 
+    def _holds_sequences(self, leg: Leg) -> bool:
+        return any(self._stepper.holds(key) for key in leg.sequence_keys)
+
     def _leg_of(self, key: SequenceKey) -> Leg:
         leg = self._legs.of_sequence(key)
         assert leg is not None, f"the scheduler runs {key}, which nobody asked for"
         return leg
 
     def _on_progress(self, now_ns: int, leg: Leg, progress: PrefillProgress) -> None:
+        if leg.kind is LegKind.DECODE or progress.key != leg.lead_key:
+            return
         if leg.num_preemptions == 0:
             leg.num_cached_tokens = progress.num_cached_tokens
         if leg.kind is not LegKind.PREFILL:
@@ -334,28 +343,16 @@ class LegControl:
             blocks = [(index, progress.block_table[index]) for index in indices]
             self._pushes.blocks_ready(now_ns, leg.push_key, blocks)
 
-    def _emit(self, leg: Leg, emitted: EmittedToken) -> None:
-        token = TokenInfo(token_id=emitted.token_id, logprob=emitted.logprob, top=emitted.top)
-        self._outbox.append(leg.attempt, emitted.position, token)
-
-    def _on_first_token(self, now_ns: int, leg: Leg, emitted: EmittedToken) -> None:
+    def _on_first_tokens(self, now_ns: int, leg: Leg, tokens: list[EmittedToken]) -> None:
         """Prefill is done. Its blocks stay in use by the push alone."""
-        leg.first_token_ns = now_ns
-        self._pool.release(self._stepper.scheduler.take_blocks(emitted.key))
-        outcome = _outcome_of(emitted)
-        timeline = leg.timeline(now_ns)
-        self._outbox.end(now_ns, leg.attempt, finish=outcome, timeline=timeline)
-        self._messages.append(PrefillDone(attempt=leg.attempt, outcome=outcome, timeline=timeline))
+        self._pool.release(self._stepper.scheduler.take_blocks(leg.lead_key))
+        self._output.hand_over(now_ns, leg)
+        outcome = None if leg.running else leg.outcome
+        self._messages.append(PrefillDone(attempt=leg.attempt, outcome=outcome, timeline=leg.timeline(now_ns)))
         if outcome is None:
             self._legs.leave(leg, Phase.PUSHING)
-            first = FirstToken(
-                choice=emitted.key.choice,
-                position=emitted.position,
-                token_id=emitted.token_id,
-                logprob=emitted.logprob,
-                top=emitted.top,
-            )
-            self._pushes.finish(now_ns, leg.push_key, leg.num_input_tokens, first)
+            firsts = [first_token(token) for token in tokens]
+            self._pushes.finish(now_ns, leg.push_key, leg.body.num_input_tokens, firsts)
         else:
             # The push stays as it is until the coordinator has had decode stop it: an abort that overtook PrefillDone
             # would look like a failed attempt.
@@ -365,7 +362,7 @@ class LegControl:
         """Decode: takes the KV over, or fails closed."""
         leg = self._legs.of_push(arrived.key)
         assert leg is not None and leg.phase is Phase.RESERVED, f"a push arrived for {arrived.key}, which does not wait"
-        mismatch = _mismatch(leg, arrived)
+        mismatch = mismatch_of(leg, arrived)
         if mismatch is not None:
             self._pushes.commit_failed(now_ns, arrived.key, mismatch)
             return
@@ -378,10 +375,13 @@ class LegControl:
         self._pushes.committed(now_ns, arrived.key)
         block_table, leg.pinned_blocks = leg.pinned_blocks + committed, []
         leg.phase = Phase.RUNNING
-        spec = self._spec(leg, SequenceMode.DECODE)
-        first = arrived.first_tokens[0]
+        spec = sequence_spec(leg, SequenceMode.DECODE, self._fingerprint)
+        first_token_ids = [token.token_id for token in arrived.first_tokens]
+        num_lead_blocks = len(block_table) - len(spec.siblings)
         try:
-            (emitted,) = self._stepper.scheduler.add_with_kv(spec, block_table, [first.token_id])
+            first_tokens = self._stepper.scheduler.add_with_kv(
+                spec, block_table[:num_lead_blocks], first_token_ids, block_table[num_lead_blocks:]
+            )
         except ValueError as error:
             self._pool.release(block_table)
             self.fail(now_ns, leg, Outcome.INTERNAL, str(error), retryable=False)
@@ -390,18 +390,29 @@ class LegControl:
         leg.kv_bytes = arrived.stats.size_bytes
         leg.kv_early_bytes = arrived.stats.early_bytes
         self._messages.append(Committed(attempt=leg.attempt, timeline=leg.timeline(now_ns)))
-        self._emit(leg, replace(emitted, logprob=first.logprob, top=first.top))
-        if emitted.finish_reason is not None:
-            self._finish(now_ns, leg, emitted)
+        for emitted, first in zip(first_tokens, arrived.first_tokens, strict=True):
+            self._output.emitted(now_ns, leg, replace(emitted, logprob=first.logprob, top=first.top))
+        for choice in leg.unwanted:
+            if choice in leg.running:
+                self._stop_sequence(now_ns, leg, choice)
+        if not leg.running:
+            self._finish(now_ns, leg)
 
-    def _finish(self, now_ns: int, leg: Leg, emitted: EmittedToken) -> None:
-        outcome = _outcome_of(emitted)
-        assert outcome is not None
-        timeline = leg.timeline(now_ns)
-        self._outbox.end(now_ns, leg.attempt, finish=outcome, timeline=timeline)
-        num_output_tokens = emitted.position + 1
+    def _stop_sequence(self, now_ns: int, leg: Leg, choice: int) -> None:
+        self._stepper.abort(leg.key_of(choice))
+        num_tokens = self._outbox.end_position(leg.attempt, choice)
+        self._output.end(now_ns, leg, choice, Outcome.STOP, num_tokens=num_tokens)
+
+    def _finish(self, now_ns: int, leg: Leg) -> None:
+        """All answers have ended."""
+        assert leg.outcome is not None
         self._messages.append(
-            Finished(attempt=leg.attempt, outcome=outcome, num_output_tokens=num_output_tokens, timeline=timeline)
+            Finished(
+                attempt=leg.attempt,
+                outcome=leg.outcome,
+                num_output_tokens=leg.num_output_tokens,
+                timeline=leg.timeline(now_ns),
+            )
         )
         self._legs.remove(leg)
 
@@ -409,53 +420,29 @@ class LegControl:
         """Nothing of the leg is wanted any more: it closes, and what it holds goes as soon as it may."""
         if leg.phase is Phase.CLOSING:
             return
-        self._unstarted.pop(leg.sequence_key, None)
+        self._unstarted.pop(leg.lead_key, None)
         pinned, leg.pinned_blocks = leg.pinned_blocks, []
         self._legs.leave(leg, Phase.CLOSING)
-        self._outbox.drop(leg.attempt)
-        self._stepper.abort(leg.sequence_key)
+        self._output.drop(leg)
+        for key in leg.sequence_keys:
+            self._stepper.abort(key)
         self._pool.release(pinned)
         if leg.kind is not LegKind.LOCAL:
             self._pushes.cancel(now_ns, leg.push_key, reason)
 
     def check_invariants(self) -> None:
         for key, leg in self._unstarted.items():
-            assert leg.sequence_key == key and self._legs.get(leg.attempt) is leg and leg.phase is Phase.RUNNING
+            assert leg.lead_key == key and self._legs.get(leg.attempt) is leg and leg.phase is Phase.RUNNING
         for leg in self._legs:
-            holds = self._stepper.holds(leg.sequence_key), self._pushes.holds(leg.push_key)
+            holds = self._holds_sequences(leg), self._pushes.holds(leg.push_key)
             expected = {Phase.RESERVED: (False, True), Phase.PUSHING: (False, True)}.get(leg.phase)
             assert expected in (None, holds), f"{leg.attempt} is {leg.phase.value}, held by {holds}"
             if leg.phase is Phase.RUNNING:
-                assert self._stepper.scheduler.has(leg.sequence_key), f"{leg.attempt} runs nowhere"
+                running = [choice for choice in leg.running if self._stepper.scheduler.has(leg.key_of(choice))]
+                # Until the leading sequence's input is computed, the others are known to it alone.
+                is_whole = running == list(leg.running) or running == [leg.body.choice]
+                assert running and is_whole, f"{leg.attempt} runs {running} of {list(leg.running)}"
             if leg.phase is Phase.CLOSING:
                 assert leg.is_unsettled or any(holds), f"{leg.attempt} holds nothing and was not released"
         for push_key in self._pushes.open_keys():
             assert self._legs.of_push(push_key) is not None, f"a push of {push_key} without a leg"
-
-
-def peer_of(worker: WorkerId) -> PeerId:
-    return PeerId(worker.name, worker.incarnation)
-
-
-def _block_grant(block: Block) -> BlockGrant:
-    return BlockGrant(block.index, block.block_id, block.generation)
-
-
-def _transport_of(ref: WorkerRef) -> str:
-    return ref.endpoints[0].transport if ref.endpoints else ""
-
-
-def _outcome_of(emitted: EmittedToken) -> Outcome | None:
-    if emitted.finish_reason is None:
-        return None
-    return Outcome.STOP if emitted.finish_reason == "stop" else Outcome.LENGTH
-
-
-def _mismatch(leg: Leg, arrived: PushArrived) -> str | None:
-    """Why what arrived is not what this leg waits for; None if it is."""
-    if arrived.num_tokens != leg.num_input_tokens:
-        return f"KV of {arrived.num_tokens} tokens arrived, {leg.num_input_tokens} are expected"
-    first_tokens = [(token.choice, token.position) for token in arrived.first_tokens]
-    if first_tokens != [(0, leg.first_position)]:
-        return f"first tokens {first_tokens} arrived, position {leg.first_position} of choice 0 is expected"
-    return None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cluster.core.ids import AttemptId
+from cluster.core.ids import AttemptId, Outcome
 from cluster.core.limits import NS_PER_MS
 from cluster.core.messages import LegTimeline
 from engine.core.request import RequestBody
@@ -41,6 +41,8 @@ class Leg:
 
     Attributes:
         peer: the other side of the push, None for a local leg.
+        running: answers that have not ended here. unwanted: of these, the ones that the front has found an end of.
+        outcome, num_output_tokens: of the answers that have ended here, all together.
         pinned_blocks: prefix blocks acquired at the reservation, until the sequence or the cancellation takes them.
         num_blocks_ready: leading blocks of the sequence that the receiver has or the push was given (prefill).
         is_unsettled: the push has ended, but a write of it may still land at the receiver. Only the end of the
@@ -52,6 +54,10 @@ class Leg:
     phase: Phase
     body: RequestBody
     created_ns: int
+    running: dict[int, None] = field(init=False)
+    unwanted: dict[int, None] = field(default_factory=dict)
+    outcome: Outcome | None = None
+    num_output_tokens: int = 0
     peer: PeerId | None = None
     pinned_blocks: list[int] = field(default_factory=list)
     num_blocks_ready: int = 0
@@ -66,9 +72,21 @@ class Leg:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
 
+    def __post_init__(self) -> None:
+        self.running = dict.fromkeys(self.body.choices)
+
     @property
-    def sequence_key(self) -> SequenceKey:
-        return sequence_key_of(self.attempt)
+    def lead_key(self) -> SequenceKey:
+        """The sequence whose input is computed for all."""
+        return self.key_of(self.body.choice)
+
+    @property
+    def sequence_keys(self) -> list[SequenceKey]:
+        """Of all answers, the leading one first."""
+        return [self.key_of(choice) for choice in self.body.choices]
+
+    def key_of(self, choice: int) -> SequenceKey:
+        return SequenceKey(self.attempt.request_id, self.attempt.attempt, choice)
 
     @property
     def push_key(self) -> PushKey:
@@ -79,14 +97,16 @@ class Leg:
         return self.phase in (Phase.PUSHING, Phase.CLOSING)
 
     @property
-    def num_input_tokens(self) -> int:
-        """Prompt, and what the client already has of the answer."""
-        return len(self.body.prompt_ids) + len(self.body.delivered_ids)
+    def scores_prompt(self) -> bool:
+        """Whether this leg computes log-probabilities of the prompt."""
+        return self.kind is not LegKind.DECODE and self.body.num_scores > 0
 
-    @property
-    def first_position(self) -> int:
-        """Position of the first token that this attempt draws."""
-        return len(self.body.delivered_ids)
+    def end_choice(self, choice: int, outcome: Outcome, num_tokens: int) -> None:
+        """That answer has ended, with so many tokens. One cut for its length makes the whole one cut."""
+        del self.running[choice]
+        self.num_output_tokens += num_tokens
+        if self.outcome is not Outcome.LENGTH:
+            self.outcome = outcome
 
     def timeline(self, now_ns: int) -> LegTimeline:
         """What has been measured up to now; `decode_ms` ends now."""
@@ -164,10 +184,6 @@ class LegTable:
             assert leg.phase is not Phase.PUSHING or leg.kind is LegKind.PREFILL, f"{attempt}: {leg.kind} is pushing"
             assert not leg.is_unsettled or leg.phase is Phase.CLOSING, f"{attempt}: unsettled in phase {leg.phase}"
             assert not leg.pinned_blocks or leg.phase is Phase.RESERVED, f"{attempt}: pins in phase {leg.phase}"
-
-
-def sequence_key_of(attempt: AttemptId) -> SequenceKey:
-    return SequenceKey(attempt.request_id, attempt.attempt)
 
 
 def push_key_of(attempt: AttemptId) -> PushKey:

@@ -26,7 +26,8 @@ class AgentLimits:
     """Tokens drawn for a front since its stream last took a batch. Above it the front does not read, and its requests
     here are cancelled."""
     max_fronts: int = 256
-    max_finished_records: int = 1_024
+    max_finished_records: int = 4_096
+    """One for each answer."""
     finished_record_ttl_ns: int = 60 * NS_PER_S
     """A finished attempt's tokens are kept so long for a front that has to reconnect; Forget ends it sooner."""
     max_early_watches: int = 4_096

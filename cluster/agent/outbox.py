@@ -8,6 +8,7 @@ same place. A record lives until its front says Forget, or for a named time afte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.agent.effects import SendRuns
@@ -17,7 +18,7 @@ from cluster.core.messages import LegTimeline
 from cluster.core.token_messages import Forget, TokenInfo, TokenRun, Watch
 
 RecordKey = tuple[AttemptId, int]
-"""Attempt and choice."""
+"""Attempt and choice (or PROMPT_CHOICE)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +65,8 @@ class Outbox:
     def __init__(self, limits: AgentLimits) -> None:
         self._limits = limits
         self._records: dict[RecordKey, TokenRecord] = {}
+        self._choices: dict[AttemptId, dict[int, None]] = {}
+        """Of which each attempt has a record."""
         self._links: dict[FrontId, _Link] = {}
         self._touched: dict[FrontId, None] = {}
         # Both in the order of their deadlines, since each has one time to live.
@@ -72,10 +75,11 @@ class Outbox:
 
     # ---- records ----
 
-    def open(self, attempt: AttemptId, *, first_position: int, choice: int = 0) -> None:
-        """An attempt starts here; a watch that came before it takes effect."""
+    def open(self, attempt: AttemptId, choice: int, *, first_position: int) -> None:
+        """A choice of an attempt starts here; a watch that came before it takes effect."""
         key = (attempt, choice)
         assert key not in self._records
+        self._choices.setdefault(attempt, {})[choice] = None
         self._records[key] = TokenRecord(
             attempt=attempt, choice=choice, first_position=first_position, next_position=first_position
         )
@@ -84,21 +88,26 @@ class Outbox:
             _, front, watch = early
             self._attach(self._records[key], front, watch.next_position)
 
-    def has(self, attempt: AttemptId, *, choice: int = 0) -> bool:
-        return (attempt, choice) in self._records
+    def has(self, attempt: AttemptId) -> bool:
+        """Whether tokens of any choice of it are kept."""
+        return attempt in self._choices
 
-    def append(self, attempt: AttemptId, position: int, token: TokenInfo, *, choice: int = 0) -> None:
+    def append(self, attempt: AttemptId, choice: int, position: int, tokens: Sequence[TokenInfo]) -> None:
         record = self._records[(attempt, choice)]
         assert position == record.end_position, f"{attempt}: position {position} after {record.end_position - 1}"
-        record.tokens.append(token)
+        record.tokens.extend(tokens)
         self._mark(record)
         if record.front is not None and self._links[record.front].num_in_flight:
-            self._links[record.front].num_stalled_tokens += 1
+            self._links[record.front].num_stalled_tokens += len(tokens)
+
+    def end_position(self, attempt: AttemptId, choice: int) -> int:
+        """Position of its next token."""
+        return self._records[(attempt, choice)].end_position
 
     def end(
-        self, now_ns: int, attempt: AttemptId, *, finish: Outcome | None, timeline: LegTimeline, choice: int = 0
+        self, now_ns: int, attempt: AttemptId, choice: int, *, finish: Outcome | None, timeline: LegTimeline
     ) -> None:
-        """No more tokens come from this worker; without `finish` another worker goes on."""
+        """No more tokens of it come from this worker; without `finish` another worker goes on."""
         record = self._records[(attempt, choice)]
         assert not record.is_ended
         record.is_ended = True
@@ -112,12 +121,12 @@ class Outbox:
         if len(self._ended_ns) > self._limits.max_finished_records:
             self._remove(next(iter(self._ended_ns)))
 
-    def drop(self, attempt: AttemptId, *, choice: int = 0) -> None:
+    def drop(self, attempt: AttemptId) -> None:
         """The attempt failed or was cancelled: nobody gets more of it. What had ended before stays to be fetched."""
-        self._early_watches.pop((attempt, choice), None)
-        record = self._records.get((attempt, choice))
-        if record is not None and not record.is_ended:
-            self._remove(record.key)
+        self._drop_early_watches(attempt)
+        for record in self._records_of(attempt):
+            if not record.is_ended:
+                self._remove(record.key)
 
     # ---- fronts ----
 
@@ -145,7 +154,7 @@ class Outbox:
         if front not in self._links:
             return
         if isinstance(request, Forget):
-            self._forget(request.attempt)
+            self._forget(request.attempt, request.choice)
             return
         key = (request.attempt, request.choice)
         record = self._records.get(key)
@@ -169,7 +178,7 @@ class Outbox:
             self._touched[front] = None
 
     def stalled(self) -> list[AttemptId]:
-        """Unended attempts of fronts that do not read."""
+        """Unended attempts of fronts that do not read, once for each of their choices."""
         fronts = [f for f in self._touched if self._links[f].num_stalled_tokens > self._limits.max_stalled_tokens]
         if not fronts:
             return []
@@ -229,10 +238,20 @@ class Outbox:
             self._links[record.front].dirty[record.key] = record
             self._touched[record.front] = None
 
-    def _forget(self, attempt: AttemptId) -> None:
+    def _records_of(self, attempt: AttemptId) -> list[TokenRecord]:
+        return [self._records[(attempt, choice)] for choice in self._choices.get(attempt, {})]
+
+    def _drop_early_watches(self, attempt: AttemptId) -> None:
         for key in [key for key in self._early_watches if key[0] == attempt]:
             del self._early_watches[key]
-        for record in [record for key, record in self._records.items() if key[0] == attempt]:
+
+    def _forget(self, attempt: AttemptId, choice: int | None) -> None:
+        """Of an attempt, or of one of its choices."""
+        if choice is None:
+            self._drop_early_watches(attempt)
+        for record in self._records_of(attempt):
+            if choice is not None and record.choice != choice:
+                continue
             if record.is_ended:
                 self._remove(record.key)
             else:
@@ -245,8 +264,12 @@ class Outbox:
             record.front = None
 
     def _remove(self, key: RecordKey) -> None:
+        attempt, choice = key
         self._detach(self._records.pop(key))
         self._ended_ns.pop(key, None)
+        del self._choices[attempt][choice]
+        if not self._choices[attempt]:
+            del self._choices[attempt]
 
     def _next_batch(self, link: _Link) -> tuple[TokenRun, ...]:
         budget = self._limits.max_tokens_per_batch
@@ -265,6 +288,8 @@ class Outbox:
         return tuple(runs)
 
     def check_invariants(self) -> None:
+        listed = [(attempt, choice) for attempt, choices in self._choices.items() for choice in choices]
+        assert sorted(listed) == sorted(self._records) and all(self._choices.values()), "choices without a record"
         for key, record in self._records.items():
             assert record.key == key
             assert record.is_ended == (key in self._ended_ns), f"{key}: ended but without a time to live"

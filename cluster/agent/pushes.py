@@ -125,9 +125,9 @@ class Pushes:
         self._sources[key] += block_ids
         self._absorb(self._sender.blocks_ready(now_ns, key, blocks))
 
-    def finish(self, now_ns: int, key: PushKey, num_tokens: int, first_token: FirstToken) -> None:
-        """The prompt is computed and its first token drawn: end the push once everything is written."""
-        self._absorb(self._sender.finish(now_ns, key, num_tokens, [first_token]))
+    def finish(self, now_ns: int, key: PushKey, num_tokens: int, first_tokens: Sequence[FirstToken]) -> None:
+        """The prompt is computed and the first tokens are drawn: end the push once everything is written."""
+        self._absorb(self._sender.finish(now_ns, key, num_tokens, first_tokens))
 
     # ---- receiving -------------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from cluster.core.messages import (
     WorkerRefused,
     WorkerWelcome,
 )
+from cluster.core.token_messages import Forget
 from engine.core.block_pool import BlockPool
 from engine.core.request import RequestBody
 from engine.core.scheduler import Scheduler
@@ -198,6 +199,8 @@ class WorkerState:
                 self._outbox.disconnect(front)
             case ev.TokenRequestReceived(front=front, request=request):
                 self._outbox.request(now_ns, front, request)
+                if isinstance(request, Forget) and request.choice is not None:
+                    self._control.stop_choice(now_ns, request.attempt, request.choice)
             case ev.RunsWritten(front=front):
                 self._outbox.written(front)
             case ev.Tick():

@@ -103,7 +103,8 @@ class Submit:
     """A new request. Carries a body. The request id is the idempotency key: a second Submit of it is ignored.
 
     Attributes:
-        num_prompt_tokens, max_tokens: lengths; block_hashes: of the prompt's full blocks, in order.
+        num_prompt_tokens, max_tokens: lengths, max_tokens of each answer. num_choices: answers asked for.
+        block_hashes: of the prompt's full blocks, in order.
         deadline_ms: time left until the client's deadline, None if it has none.
         max_latency_ms: the client's own limit on time to first token, None if it has none.
     """
@@ -132,11 +133,19 @@ class CancelRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resubmit:
-    """Answers AttemptFailed: run it again, after the tokens delivered so far. Carries a body (with those ids)."""
+    """Answers AttemptFailed: run it again, after the tokens delivered so far. Carries a body (with those ids).
+
+    Attributes:
+        num_delivered: of the answer of which least was delivered: they are read before anything is drawn.
+        num_choices: answers that are still to be written.
+        num_unshared: tokens delivered of the other answers beyond that.
+    """
 
     request_id: str
     failed_attempt: int
     num_delivered: int
+    num_choices: int = 1
+    num_unshared: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,7 +330,8 @@ class ReserveRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillDone:
-    """Prefill drew the first token. `outcome` is set where that token ends the request: decode's leg is cancelled."""
+    """Prefill drew the first token of each answer. `outcome` is set where they end the request: decode's leg is
+    cancelled."""
 
     attempt: AttemptId
     outcome: Outcome | None
@@ -338,7 +348,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The worker that emitted the last token ended the attempt with an outcome."""
+    """The worker that emitted the last token ended the attempt with an outcome; `num_output_tokens` of all answers."""
 
     attempt: AttemptId
     outcome: Outcome

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from cluster.core.ids import AttemptId, FrontId, Outcome, WorkerId
 from cluster.core.messages import LegTimeline
+
+PROMPT_CHOICE: Final = 65_535
+"""Stands for a choice where the tokens are the prompt's: those whose log-probabilities were asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +33,13 @@ class Watch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
-    """The front has what it needs of this attempt from this worker: its finished record may go."""
+    """The front has what it needs of this attempt from this worker: its finished records may go.
+
+    With a choice only that answer is meant, and it is not to be continued: the front has found its end.
+    """
 
     attempt: AttemptId
+    choice: int | None = None
 
 
 TokenRequest = StreamHello | Watch | Forget
@@ -48,7 +56,7 @@ class TokenInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRun:
-    """Consecutive tokens of one choice, from `position` on.
+    """Consecutive tokens of one choice from `position` on, or of the prompt (PROMPT_CHOICE), whose positions begin with 1.
 
     `finish` is set on the run with a choice's last token. `leg_done` without `finish` means that this worker (prefill)
     has no more to send and another goes on. `timeline` comes with either.

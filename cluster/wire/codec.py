@@ -14,7 +14,7 @@ from baton.v1 import control_pb2, inference_pb2, tokens_pb2
 from cluster.core import messages, token_messages
 from cluster.core.ids import AttemptId, Outcome, WorkerId
 from cluster.wire.mirror import WireError, from_message, to_message
-from engine.core.request import RequestBody
+from engine.core.request import RequestBody, Sibling
 from engine.core.sampling import SamplingParams
 
 _FRONT: dict[str, type] = {
@@ -155,7 +155,10 @@ def encode_body(body: RequestBody) -> control_pb2.RequestBody:
         adapter=body.adapter,
         cache_salt=body.cache_salt,
         priority=body.priority,
+        choice=body.choice,
     )
+    for sibling in body.siblings:
+        message.siblings.add(choice=sibling.choice, delivered_ids=sibling.delivered_ids)
     sampling = body.sampling
     message.sampling.CopyFrom(
         inference_pb2.SamplingParams(
@@ -172,6 +175,7 @@ def encode_body(body: RequestBody) -> control_pb2.RequestBody:
             stop_token_ids=sampling.stop_token_ids,
             ignore_eos=sampling.ignore_eos,
             logprobs=sampling.logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
             logit_bias=dict(sampling.logit_bias),
         )
     )
@@ -196,6 +200,7 @@ def decode_body(message: control_pb2.RequestBody) -> RequestBody:
             stop_token_ids=tuple(wire.stop_token_ids),
             ignore_eos=wire.ignore_eos,
             logprobs=wire.logprobs if wire.HasField("logprobs") else None,
+            prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,
             logit_bias=tuple(sorted(wire.logit_bias.items())),
         )
     except ValueError as error:
@@ -205,7 +210,11 @@ def decode_body(message: control_pb2.RequestBody) -> RequestBody:
     return RequestBody(
         prompt_ids=tuple(message.prompt_ids),
         sampling=sampling,
+        choice=message.choice,
         delivered_ids=tuple(message.delivered_ids),
+        siblings=tuple(
+            Sibling(choice=sibling.choice, delivered_ids=tuple(sibling.delivered_ids)) for sibling in message.siblings
+        ),
         adapter=message.adapter,
         cache_salt=message.cache_salt,
         priority=message.priority,

@@ -52,7 +52,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:
-    """The token that the sender drew, handed over with the KV (one a choice).
+    """A token that the sender drew, handed over with the KV (one a choice).
 
     `logprob` and `top` (token id, logprob) are what only the sender has computed of it, where that was asked for: the
     receiver sends the token to the client as well, and whichever comes first counts.

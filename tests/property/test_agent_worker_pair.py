@@ -7,20 +7,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cluster.agent import events as ev
-from cluster.core.ids import Outcome
-from cluster.core.token_messages import Watch
-from engine.core.request import RequestBody
+from cluster.core.ids import AttemptId, Outcome
+from cluster.core.token_messages import PROMPT_CHOICE
+from engine.core.request import RequestBody, Sibling
 from engine.core.sampling import SamplingParams
-from tests.support.toy_engine import undisturbed
-from tests.support.worker_pair import FRONT, MILLISECOND_NS, Host, Request, World
+from tests.support.toy_engine import Undisturbed, scores_of, undisturbed
+from tests.support.worker_pair import FRONT, MILLISECOND_NS, Host, Request, World, answer_name, delivered_of
 
 MAX_REQUESTS = 12
 picks = st.integers(0, 10**6)
 
 # Prompts share beginnings, so that both prefix caches have work to do.
 bodies = st.builds(
-    lambda family, num_shared, tail, max_tokens, stop, num_delivered, seed: _body(
-        (family,) * num_shared + tuple(tail), max_tokens, stop, num_delivered, seed
+    lambda family, num_shared, tail, max_tokens, stop, num_delivered, seed, siblings, scored: _body(
+        (family,) * num_shared + tuple(tail), max_tokens, stop, num_delivered, seed, siblings, scored
     ),
     st.integers(0, 1),
     st.integers(0, 30),
@@ -29,18 +29,41 @@ bodies = st.builds(
     st.sampled_from([(), (5, 7, 11)]),
     st.integers(0, 3),
     st.integers(0, 3),
+    # Of each other answer: how many of the leading one's delivered tokens it has, and which follow these.
+    st.lists(st.tuples(st.sampled_from([9, 9, 1]), st.lists(st.integers(20, 24), max_size=5)), max_size=3),
+    st.sampled_from([None, None, 0]),
 )
 
 
 def _body(
-    prompt: tuple[int, ...], max_tokens: int, stop: tuple[int, ...], num_delivered: int, seed: int
+    prompt: tuple[int, ...],
+    max_tokens: int,
+    stop: tuple[int, ...],
+    num_delivered: int,
+    seed: int,
+    siblings: list[tuple[int, list[int]]],
+    scored: int | None,
 ) -> RequestBody:
-    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, seed=seed)
-    whole = undisturbed(list(prompt), sampling).token_ids
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, seed=seed, prompt_logprobs=scored)
+    whole = undisturbed(list(prompt), sampling, choice=seed).token_ids
     # At least one token is left to draw.
+    delivered = tuple(whole[: len(whole) - 1][:num_delivered])
     return RequestBody(
-        prompt_ids=prompt, sampling=sampling, delivered_ids=tuple(whole[: len(whole) - 1][:num_delivered])
+        prompt_ids=prompt,
+        sampling=sampling,
+        choice=seed,
+        delivered_ids=delivered,
+        siblings=tuple(
+            Sibling(choice=number, delivered_ids=(*delivered[:num_shared], *tail)[: max_tokens - 1])
+            for number, (num_shared, tail) in enumerate(siblings, start=seed + 1)
+        ),
     )
+
+
+def _undisturbed(request: Request, choice: int) -> Undisturbed:
+    body = request.body
+    delivered = list(delivered_of(body)[choice])
+    return undisturbed(list(body.prompt_ids), body.sampling, forced_ids=delivered, choice=choice)
 
 
 class WorkerPairMachine(RuleBasedStateMachine):
@@ -50,6 +73,7 @@ class WorkerPairMachine(RuleBasedStateMachine):
         super().__init__()
         self.world = World(num_blocks=26)
         self.requests: list[Request] = []
+        self.stopped: set[tuple[AttemptId, int]] = set()
 
     # ---- work ----
 
@@ -68,16 +92,29 @@ class WorkerPairMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def watch_again(self, pick: int) -> None:
         request = self.requests[pick % len(self.requests)]
-        next_position = len(request.body.delivered_ids) + len(self.world.front.token_ids(request.attempt.request_id))
         for host in self.world.hosts():
             host.handle(ev.FrontDisconnected(front=FRONT))
             host.unwritten_batches = 0
             host.handle(ev.FrontConnected(front=FRONT))
             for other in self.requests:
-                position = next_position if other is request else len(other.body.delivered_ids)
-                watch = Watch(attempt=other.attempt, choice=0, next_position=position)
-                host.handle(ev.TokenRequestReceived(front=FRONT, request=watch))
+                for choice, delivered_ids in delivered_of(other.body).items():
+                    num_known = len(self.world.front.token_ids(other.attempt.request_id, choice))
+                    position = len(delivered_ids) + (num_known if other is request else 0)
+                    self.world.watch(host, other, choice, position)
+                self.world.watch(host, other, PROMPT_CHOICE, 1)
         self._react()
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=picks, pick_choice=picks)
+    def stop_choice(self, pick: int, pick_choice: int) -> None:
+        """The front stops an answer of which it has been told something by this attempt."""
+        request = self.requests[pick % len(self.requests)]
+        choices = request.body.choices
+        choice = choices[pick_choice % len(choices)]
+        if len(choices) > 1 and self.world.front.token_ids(request.attempt.request_id, choice):
+            self.stopped.add((request.attempt, choice))
+            self.world.stop_choice(request, choice)
+            self._react()
 
     # ---- the engine ----
 
@@ -158,10 +195,14 @@ class WorkerPairMachine(RuleBasedStateMachine):
     @invariant()
     def answers_are_right_so_far(self) -> None:
         for request in self.requests:
-            tokens = self.world.front.tokens.get(request.attempt.request_id, {})
-            whole = undisturbed(list(request.body.prompt_ids), request.body.sampling).token_ids
-            for position, token_id in tokens.items():
-                assert token_id == whole[position], f"{request.attempt}: position {position}"
+            request_id, prompt = request.attempt.request_id, list(request.body.prompt_ids)
+            for choice in request.body.choices:
+                tokens = self.world.front.tokens.get(answer_name(request_id, choice), {})
+                whole = _undisturbed(request, choice).token_ids
+                for position, token_id in tokens.items():
+                    assert token_id == whole[position], f"{request.attempt}: position {position} of {choice}"
+            for position, (token_id, logprob) in self.world.front.scores.get(request_id, {}).items():
+                assert (token_id, logprob) == (prompt[position], scores_of(prompt)[position - 1])
 
     def teardown(self) -> None:
         """Without further faults everything ends within the protocol's own limits, and nothing is left."""
@@ -177,10 +218,14 @@ class WorkerPairMachine(RuleBasedStateMachine):
         self.world.check_nothing_left()
 
     def _check_whole(self, request: Request) -> None:
-        whole = undisturbed(list(request.body.prompt_ids), request.body.sampling)
-        num_delivered = len(request.body.delivered_ids)
-        assert self.world.front.token_ids(request.attempt.request_id) == whole.token_ids[num_delivered:]
-        assert self.world.front.finishes[request.attempt.request_id] is Outcome(whole.finish_reason)
+        front, request_id = self.world.front, request.attempt.request_id
+        for choice, delivered_ids in delivered_of(request.body).items():
+            if (request.attempt, choice) in self.stopped:
+                continue
+            whole = _undisturbed(request, choice)
+            assert front.token_ids(request_id, choice) == whole.token_ids[len(delivered_ids) :]
+            assert front.finishes[answer_name(request_id, choice)] is Outcome(whole.finish_reason)
+        assert len(front.scores.get(request_id, {})) == request.body.num_scores
 
     def _host(self, on_decode: bool) -> Host:
         return self.world.decode if on_decode else self.world.prefill

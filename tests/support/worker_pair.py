@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from cluster.agent import effects as fx
 from cluster.agent import events as ev
-from cluster.agent.leg_control import peer_of
 from cluster.agent.limits import AgentLimits, Work, WorkerStateConfig
 from cluster.agent.state import WorkerState
+from cluster.agent.translation import peer_of
 from cluster.core.ids import AttemptId, FrontId, Outcome, Role, WorkerId
 from cluster.core.messages import (
     CancelLeg,
@@ -40,7 +40,7 @@ from cluster.core.messages import (
     WorkerRef,
     WorkerWelcome,
 )
-from cluster.core.token_messages import Forget, TokenRun, Watch
+from cluster.core.token_messages import PROMPT_CHOICE, Forget, TokenRun, Watch
 from engine.core.request import RequestBody
 from engine.core.scheduler import SchedulerConfig
 from engine.core.step import StepPlan
@@ -238,22 +238,42 @@ class ToyFront:
 
     def __init__(self) -> None:
         self.tokens: dict[str, dict[int, int]] = {}
+        """By the answer's name and position."""
         self.finishes: dict[str, Outcome] = {}
+        self.scores: dict[str, dict[int, tuple[int, float | None]]] = {}
+        """By request and position: the prompt's tokens and their log-probabilities."""
         self.runs: list[TokenRun] = []
 
     def take(self, runs: tuple[TokenRun, ...]) -> None:
         for run in runs:
             self.runs.append(run)
-            tokens = self.tokens.setdefault(run.attempt.request_id, {})
+            name = answer_name(run.attempt.request_id, run.choice)
+            if run.choice == PROMPT_CHOICE:
+                scores = self.scores.setdefault(run.attempt.request_id, {})
+                for position, token in enumerate(run.tokens, start=run.position):
+                    scored = (token.token_id, token.logprob)
+                    assert scores.setdefault(position, scored) == scored
+                continue
+            tokens = self.tokens.setdefault(name, {})
             for position, token in enumerate(run.tokens, start=run.position):
                 known = tokens.setdefault(position, token.token_id)
                 assert known == token.token_id, f"{run.attempt}: position {position} is {known} and {token.token_id}"
             if run.finish is not None:
-                assert self.finishes.setdefault(run.attempt.request_id, run.finish) == run.finish
+                assert self.finishes.setdefault(name, run.finish) == run.finish
 
-    def token_ids(self, request_id: str) -> list[int]:
-        tokens = self.tokens.get(request_id, {})
+    def token_ids(self, request_id: str, choice: int = 0) -> list[int]:
+        tokens = self.tokens.get(answer_name(request_id, choice), {})
         return [tokens[position] for position in sorted(tokens)]
+
+
+def answer_name(request_id: str, choice: int) -> str:
+    return f"{request_id}/{choice}" if choice else request_id
+
+
+def delivered_of(body: RequestBody) -> dict[int, tuple[int, ...]]:
+    """By choice."""
+    siblings = {sibling.choice: sibling.delivered_ids for sibling in body.siblings}
+    return {body.choice: body.delivered_ids, **siblings}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -262,6 +282,7 @@ class Request:
 
     attempt: AttemptId
     body: RequestBody
+    is_local: bool = False
     legs: dict[WorkerId, None] = field(default_factory=dict)
     failures: list[LegFailed] = field(default_factory=list)
     refusals: list[ReserveRefused] = field(default_factory=list)
@@ -306,7 +327,7 @@ class World:
     # ---- requests ----
 
     def submit(self, request_id: str, body: RequestBody, *, attempt: int = 1, local: bool = False) -> Request:
-        request = Request(attempt=AttemptId(request_id, attempt), body=body)
+        request = Request(attempt=AttemptId(request_id, attempt), body=body, is_local=local)
         self.requests[request.attempt] = request
         request.legs[self.decode.worker] = None
         self._watch(self.decode, request)
@@ -318,7 +339,7 @@ class World:
                 attempt=request.attempt,
                 lease_id=self._next_lease,
                 source=self.prefill.config.hello.ref,
-                num_tokens=len(body.prompt_ids) + len(body.delivered_ids) + 1,
+                num_tokens=body.num_input_tokens + 1,
                 ttl_ms=TTL_MS,
             )
             self._next_lease += 1
@@ -336,8 +357,20 @@ class World:
             host.handle(ev.TokenRequestReceived(front=FRONT, request=Forget(attempt=request.attempt)))
 
     def _watch(self, host: Host, request: Request) -> None:
-        watch = Watch(attempt=request.attempt, choice=0, next_position=len(request.body.delivered_ids))
+        for choice, delivered_ids in delivered_of(request.body).items():
+            self.watch(host, request, choice, len(delivered_ids))
+        if request.body.num_scores and (request.is_local or host is self.prefill):
+            self.watch(host, request, PROMPT_CHOICE, 1)
+
+    def watch(self, host: Host, request: Request, choice: int, next_position: int) -> None:
+        watch = Watch(attempt=request.attempt, choice=choice, next_position=next_position)
         host.handle(ev.TokenRequestReceived(front=FRONT, request=watch))
+
+    def stop_choice(self, request: Request, choice: int) -> None:
+        """The front has found the end of that answer."""
+        forget = Forget(attempt=request.attempt, choice=choice)
+        self.decode.handle(ev.TokenRequestReceived(front=FRONT, request=forget))
+        self.run_later()
 
     # ---- the toy coordinator ----
 

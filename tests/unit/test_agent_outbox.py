@@ -42,11 +42,11 @@ class Bench:
 
     def draw(self, *positions: int, attempt: AttemptId = ATTEMPT) -> None:
         for position in positions:
-            self.outbox.append(attempt, position, TokenInfo(token_id=100 + position))
+            self.outbox.append(attempt, 0, position, [TokenInfo(token_id=100 + position)])
         self.flush()
 
     def end(self, finish: Outcome | None = Outcome.STOP, *, attempt: AttemptId = ATTEMPT, now_ns: int = 0) -> None:
-        self.outbox.end(now_ns, attempt, finish=finish, timeline=LegTimeline(kv_bytes=7))
+        self.outbox.end(now_ns, attempt, 0, finish=finish, timeline=LegTimeline(kv_bytes=7))
         self.flush()
 
     def sent(self, front: FrontId = FRONT) -> list[tuple[int, list[int]]]:
@@ -56,7 +56,7 @@ class Bench:
 def test_tokens_go_to_the_watching_front_as_they_are_drawn() -> None:
     bench = Bench()
     bench.connect()
-    bench.outbox.open(ATTEMPT, first_position=0)
+    bench.outbox.open(ATTEMPT, 0, first_position=0)
     bench.watch()
     bench.draw(0)
     bench.draw(1)
@@ -71,10 +71,10 @@ def test_one_batch_carries_what_all_attempts_have_for_a_front() -> None:
     bench.connect()
     attempts = [AttemptId(f"r{index}", 1) for index in range(3)]
     for attempt in attempts:
-        bench.outbox.open(attempt, first_position=0)
+        bench.outbox.open(attempt, 0, first_position=0)
         bench.watch(attempt=attempt)
     for attempt in attempts:
-        bench.outbox.append(attempt, 0, TokenInfo(token_id=1))
+        bench.outbox.append(attempt, 0, 0, [TokenInfo(token_id=1)])
     (batch,) = bench.outbox.flush()
     assert [run.attempt for run in batch.runs] == attempts
 
@@ -83,7 +83,7 @@ def test_watch_that_comes_first_is_remembered_and_serves_from_the_first_token() 
     bench = Bench()
     bench.connect()
     bench.watch()
-    bench.outbox.open(ATTEMPT, first_position=0)
+    bench.outbox.open(ATTEMPT, 0, first_position=0)
     bench.draw(0)
     assert bench.sent() == [(0, [100])]
 
@@ -91,7 +91,7 @@ def test_watch_that_comes_first_is_remembered_and_serves_from_the_first_token() 
 def test_watch_below_the_attempts_first_position_starts_there() -> None:
     bench = Bench()
     bench.connect()
-    bench.outbox.open(ATTEMPT, first_position=5)
+    bench.outbox.open(ATTEMPT, 0, first_position=5)
     bench.draw(5, 6)
     bench.watch(2)
     assert bench.sent() == [(5, [105, 106])]
@@ -100,7 +100,7 @@ def test_watch_below_the_attempts_first_position_starts_there() -> None:
 def test_watch_ahead_of_what_is_drawn_waits_for_its_position() -> None:
     bench = Bench()
     bench.connect()
-    bench.outbox.open(ATTEMPT, first_position=0)
+    bench.outbox.open(ATTEMPT, 0, first_position=0)
     bench.watch(2)
     bench.draw(0)
     bench.draw(1)
@@ -112,7 +112,7 @@ def test_watch_ahead_of_what_is_drawn_waits_for_its_position() -> None:
 def test_watching_again_after_the_end_sends_the_end_again() -> None:
     bench = Bench()
     bench.connect()
-    bench.outbox.open(ATTEMPT, first_position=0)
+    bench.outbox.open(ATTEMPT, 0, first_position=0)
     bench.watch()
     bench.draw(0)
     bench.end()
@@ -126,9 +126,9 @@ def test_watching_again_after_the_end_sends_the_end_again() -> None:
 def test_leg_without_an_outcome_says_that_another_goes_on() -> None:
     bench = Bench()
     bench.connect()
-    bench.outbox.open(ATTEMPT, first_position=0)
+    bench.outbox.open(ATTEMPT, 0, first_position=0)
     bench.watch()
-    bench.outbox.append(ATTEMPT, 0, TokenInfo(token_id=100))
+    bench.outbox.append(ATTEMPT, 0, 0, [TokenInfo(token_id=100)])
     bench.end(None)
     (run,) = bench.runs[FRONT]
     assert run.leg_done and run.finish is None and run.timeline is not None and len(run.tokens) == 1
@@ -138,7 +138,7 @@ def test_batches_are_bounded_in_number_and_size() -> None:
     bench = Bench(max_batches_in_flight=2, max_tokens_per_batch=3)
     bench.connect()
     bench.reads = False
-    bench.outbox.open(ATTEMPT, first_position=0)
+    bench.outbox.open(ATTEMPT, 0, first_position=0)
     bench.draw(*range(10))
     bench.watch()
     assert bench.sent() == [(0, [100, 101, 102]), (3, [103, 104, 105])]
@@ -151,13 +151,13 @@ def test_front_that_takes_nothing_is_named_as_stalled() -> None:
     bench = Bench(max_batches_in_flight=1, max_stalled_tokens=2)
     bench.connect()
     bench.reads = False
-    bench.outbox.open(ATTEMPT, first_position=0)
+    bench.outbox.open(ATTEMPT, 0, first_position=0)
     bench.watch()
     bench.draw(0, 1, 2)
-    bench.outbox.append(ATTEMPT, 3, TokenInfo(token_id=1))
+    bench.outbox.append(ATTEMPT, 0, 3, [TokenInfo(token_id=1)])
     assert bench.outbox.stalled() == []
-    bench.outbox.append(ATTEMPT, 4, TokenInfo(token_id=1))
-    bench.outbox.append(ATTEMPT, 5, TokenInfo(token_id=1))
+    bench.outbox.append(ATTEMPT, 0, 4, [TokenInfo(token_id=1)])
+    bench.outbox.append(ATTEMPT, 0, 5, [TokenInfo(token_id=1)])
     assert bench.outbox.stalled() == [ATTEMPT]
     bench.outbox.written(FRONT)
     assert bench.outbox.stalled() == []
@@ -168,7 +168,7 @@ def test_dropped_attempt_sends_nothing_more_but_an_ended_one_stays() -> None:
     bench.connect()
     other = AttemptId("other", 1)
     for attempt in (ATTEMPT, other):
-        bench.outbox.open(attempt, first_position=0)
+        bench.outbox.open(attempt, 0, first_position=0)
         bench.draw(0, attempt=attempt)
     bench.end(attempt=other)
     bench.outbox.drop(ATTEMPT)
@@ -183,7 +183,7 @@ def test_forgotten_records_are_gone_at_once_or_when_they_end() -> None:
     bench.connect()
     ended, running = AttemptId("ended", 1), AttemptId("running", 1)
     for attempt in (ended, running):
-        bench.outbox.open(attempt, first_position=0)
+        bench.outbox.open(attempt, 0, first_position=0)
     bench.end(attempt=ended)
     for attempt in (ended, running):
         bench.outbox.request(0, FRONT, Forget(attempt=attempt))
@@ -204,7 +204,7 @@ def test_early_watches_expire_and_are_bounded() -> None:
     bench.outbox.expire(11)
     assert bench.outbox.next_deadline_ns() == 12
     for attempt in attempts:
-        bench.outbox.open(attempt, first_position=0)
+        bench.outbox.open(attempt, 0, first_position=0)
         bench.draw(0, attempt=attempt)
     assert [run.attempt for run in bench.runs[FRONT]] == attempts[2:]
 
@@ -218,7 +218,7 @@ def test_fronts_are_bounded() -> None:
 
 def test_requests_of_a_front_that_has_gone_are_ignored() -> None:
     bench = Bench()
-    bench.outbox.open(ATTEMPT, first_position=0)
+    bench.outbox.open(ATTEMPT, 0, first_position=0)
     bench.watch()
     bench.draw(0)
     assert bench.runs == {}
@@ -226,6 +226,6 @@ def test_requests_of_a_front_that_has_gone_are_ignored() -> None:
 
 def test_positions_must_follow_each_other() -> None:
     bench = Bench()
-    bench.outbox.open(ATTEMPT, first_position=0)
+    bench.outbox.open(ATTEMPT, 0, first_position=0)
     with pytest.raises(AssertionError, match="position 1"):
         bench.draw(1)

@@ -17,7 +17,7 @@ from cluster.core import messages, token_messages
 from cluster.core.ids import Outcome, Role, WorkerId
 from cluster.wire import codec
 from cluster.wire.mirror import WireError
-from engine.core.request import RequestBody
+from engine.core.request import RequestBody, Sibling
 from engine.core.sampling import SamplingParams
 
 _SCALARS: dict[Any, st.SearchStrategy[Any]] = {
@@ -72,9 +72,17 @@ def test_worker_messages_round_trip(message: messages.WorkerMessage) -> None:
 _BODY = RequestBody(
     prompt_ids=(1, 2, 49151),
     sampling=SamplingParams(
-        temperature=0.5, top_k=3, seed=2**64 - 1, max_tokens=9, logprobs=0, logit_bias=((3, 1.5), (7, -2.0))
+        temperature=0.5,
+        top_k=3,
+        seed=2**64 - 1,
+        max_tokens=9,
+        logprobs=0,
+        prompt_logprobs=20,
+        logit_bias=((3, 1.5), (7, -2.0)),
     ),
+    choice=2,
     delivered_ids=(5, 6),
+    siblings=(Sibling(choice=0), Sibling(choice=7, delivered_ids=(5, 6, 2**31))),
     adapter="a",
     cache_salt="s",
     priority=-3,

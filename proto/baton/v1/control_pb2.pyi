@@ -243,9 +243,13 @@ class RequestBody(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    SIBLINGS_FIELD_NUMBER: _builtins.int
     adapter: _builtins.str
     cache_salt: _builtins.str
     priority: _builtins.int
+    choice: _builtins.int
+    """The answer that `delivered_ids` belong to."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -256,6 +260,10 @@ class RequestBody(_message.Message):
     def delivered_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Output that an earlier attempt delivered; replayed as input."""
 
+    @_builtins.property
+    def siblings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sibling]:
+        """The others that are still to be written."""
+
     def __init__(
         self,
         *,
@@ -265,14 +273,39 @@ class RequestBody(_message.Message):
         adapter: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
+        choice: _builtins.int = ...,
+        siblings: _abc.Iterable[Global___Sibling] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "delivered_ids", b"delivered_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "choice", b"choice", "delivered_ids", b"delivered_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "sampling", b"sampling", "siblings", b"siblings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestBody: _TypeAlias = RequestBody  # noqa: Y015
+
+@_typing.final
+class Sibling(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: _builtins.int
+    DELIVERED_IDS_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
+    @_builtins.property
+    def delivered_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        choice: _builtins.int = ...,
+        delivered_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "delivered_ids", b"delivered_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sibling: _TypeAlias = Sibling  # noqa: Y015
 
 @_typing.final
 class FrontEnvelope(_message.Message):
@@ -465,19 +498,25 @@ class Resubmit(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     FAILED_ATTEMPT_FIELD_NUMBER: _builtins.int
     NUM_DELIVERED_FIELD_NUMBER: _builtins.int
+    NUM_CHOICES_FIELD_NUMBER: _builtins.int
+    NUM_UNSHARED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     failed_attempt: _builtins.int
     num_delivered: _builtins.int
+    num_choices: _builtins.int
+    num_unshared: _builtins.int
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         failed_attempt: _builtins.int = ...,
         num_delivered: _builtins.int = ...,
+        num_choices: _builtins.int = ...,
+        num_unshared: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_attempt", b"failed_attempt", "num_delivered", b"num_delivered", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_attempt", b"failed_attempt", "num_choices", b"num_choices", "num_delivered", b"num_delivered", "num_unshared", b"num_unshared", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\"\xbf\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\n \x01(\t\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x16\n\x0emax_latency_ms\x18\x0c \x01(\rB\x07\n\x05inputJ\x04\x08\r\x10\x14\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x95\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\rH\x03\x88\x01\x01\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x15\n\x08logprobs\x18\r \x01(\rH\x04\x88\x01\x01\x12;\n\nlogit_bias\x18\x0e \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\x18\n\x0bnum_choices\x18\x0f \x01(\rH\x05\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x0e\n\x0c_num_choicesJ\x04\x08\x10\x10\x1e\"\xb8\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0c\n\x04text\x18\x05 \x01(\t\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x1c\n\x04\x64one\x18\x07 \x01(\x0b\x32\x0e.baton.v1.DoneJ\x04\x08\x08\x10\x10\"C\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12!\n\x03top\x18\x02 \x03(\x0b\x32\x14.baton.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xe8\x01\n\x04\x44one\x12\"\n\x07outcome\x18\x01 \x01(\x0e\x32\x11.baton.v1.Outcome\x12\x1e\n\x05usage\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x16\n\x0eprefill_worker\x18\x03 \x01(\t\x12\x15\n\rdecode_worker\x18\x04 \x01(\t\x12\x1d\n\x02kv\x18\x05 \x01(\x0b\x32\x11.baton.v1.KvUsage\x12$\n\x08timeline\x18\x06 \x01(\x0b\x32\x12.baton.v1.Timeline\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x14\n\x0cnum_attempts\x18\x08 \x01(\rJ\x04\x08\t\x10\x10\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"@\n\x07KvUsage\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x13\n\x0b\x65\x61rly_bytes\x18\x02 \x01(\x04\x12\x11\n\ttransport\x18\x03 \x01(\t\"\xb2\x02\n\x08Timeline\x12\x16\n\tqueued_ms\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x18\n\x0breserved_ms\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x17\n\nprefill_ms\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x14\n\x07push_ms\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1b\n\x0e\x66irst_token_ms\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x16\n\tdecode_ms\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1c\n\x0fhandover_gap_ms\x18\x07 \x01(\x02H\x06\x88\x01\x01\x42\x0c\n\n_queued_msB\x0e\n\x0c_reserved_msB\r\n\x0b_prefill_msB\n\n\x08_push_msB\x11\n\x0f_first_token_msB\x0c\n\n_decode_msB\x12\n\x10_handover_gap_msJ\x04\x08\x08\x10\x10\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x15\n\x13GetModelInfoRequest\"\xbd\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x18\n\x10max_model_tokens\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08*\x87\x02\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x10\n\x0cOUTCOME_STOP\x10\x01\x12\x12\n\x0eOUTCOME_LENGTH\x10\x02\x12\x15\n\x11OUTCOME_CANCELLED\x10\x03\x12\x1d\n\x19OUTCOME_DEADLINE_EXCEEDED\x10\x04\x12\x1c\n\x18OUTCOME_REJECTED_INVALID\x10\x05\x12\x1d\n\x19OUTCOME_REJECTED_OVERLOAD\x10\x06\x12\x17\n\x13OUTCOME_WORKER_LOST\x10\x07\x12\x1b\n\x17OUTCOME_TRANSFER_FAILED\x10\x08\x12\x14\n\x10OUTCOME_INTERNAL\x10\t2\xd9\x01\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12M\n\x0cGetModelInfo\x12\x1d.baton.v1.GetModelInfoRequest\x1a\x1e.baton.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\"\xbf\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\n \x01(\t\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x16\n\x0emax_latency_ms\x18\x0c \x01(\rB\x07\n\x05inputJ\x04\x08\r\x10\x14\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xc7\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\rH\x03\x88\x01\x01\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x15\n\x08logprobs\x18\r \x01(\rH\x04\x88\x01\x01\x12;\n\nlogit_bias\x18\x0e \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\x18\n\x0bnum_choices\x18\x0f \x01(\rH\x05\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x06\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x0e\n\x0c_num_choicesB\x12\n\x10_prompt_logprobsJ\x04\x08\x11\x10\x1e\"\x8e\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0c\n\x04text\x18\x05 \x01(\t\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x1c\n\x04\x64one\x18\x07 \x01(\x0b\x32\x0e.baton.v1.Done\x12!\n\x06\x66inish\x18\x08 \x01(\x0e\x32\x11.baton.v1.Outcome\x12\x31\n\x0fprompt_logprobs\x18\t \x01(\x0b\x32\x18.baton.v1.PromptLogprobsJ\x04\x08\n\x10\x10\"`\n\x0ePromptLogprobs\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12)\n\x08logprobs\x18\x03 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"C\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12!\n\x03top\x18\x02 \x03(\x0b\x32\x14.baton.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xe8\x01\n\x04\x44one\x12\"\n\x07outcome\x18\x01 \x01(\x0e\x32\x11.baton.v1.Outcome\x12\x1e\n\x05usage\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x16\n\x0eprefill_worker\x18\x03 \x01(\t\x12\x15\n\rdecode_worker\x18\x04 \x01(\t\x12\x1d\n\x02kv\x18\x05 \x01(\x0b\x32\x11.baton.v1.KvUsage\x12$\n\x08timeline\x18\x06 \x01(\x0b\x32\x12.baton.v1.Timeline\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x14\n\x0cnum_attempts\x18\x08 \x01(\rJ\x04\x08\t\x10\x10\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"@\n\x07KvUsage\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x13\n\x0b\x65\x61rly_bytes\x18\x02 \x01(\x04\x12\x11\n\ttransport\x18\x03 \x01(\t\"\xb2\x02\n\x08Timeline\x12\x16\n\tqueued_ms\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x18\n\x0breserved_ms\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x17\n\nprefill_ms\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x14\n\x07push_ms\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1b\n\x0e\x66irst_token_ms\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x16\n\tdecode_ms\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1c\n\x0fhandover_gap_ms\x18\x07 \x01(\x02H\x06\x88\x01\x01\x42\x0c\n\n_queued_msB\x0e\n\x0c_reserved_msB\r\n\x0b_prefill_msB\n\n\x08_push_msB\x11\n\x0f_first_token_msB\x0c\n\n_decode_msB\x12\n\x10_handover_gap_msJ\x04\x08\x08\x10\x10\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x15\n\x13GetModelInfoRequest\"\xbd\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x18\n\x10max_model_tokens\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08*\x87\x02\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x10\n\x0cOUTCOME_STOP\x10\x01\x12\x12\n\x0eOUTCOME_LENGTH\x10\x02\x12\x15\n\x11OUTCOME_CANCELLED\x10\x03\x12\x1d\n\x19OUTCOME_DEADLINE_EXCEEDED\x10\x04\x12\x1c\n\x18OUTCOME_REJECTED_INVALID\x10\x05\x12\x1d\n\x19OUTCOME_REJECTED_OVERLOAD\x10\x06\x12\x17\n\x13OUTCOME_WORKER_LOST\x10\x07\x12\x1b\n\x17OUTCOME_TRANSFER_FAILED\x10\x08\x12\x14\n\x10OUTCOME_INTERNAL\x10\t2\xd9\x01\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12M\n\x0cGetModelInfo\x12\x1d.baton.v1.GetModelInfoRequest\x1a\x1e.baton.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_OUTCOME']._serialized_start=2305
-  _globals['_OUTCOME']._serialized_end=2568
+  _globals['_OUTCOME']._serialized_start=2539
+  _globals['_OUTCOME']._serialized_end=2802
   _globals['_GENERATEREQUEST']._serialized_start=39
   _globals['_GENERATEREQUEST']._serialized_end=358
   _globals['_TOKENIDS']._serialized_start=360
@@ -44,31 +44,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=442
   _globals['_CHATMESSAGE']._serialized_end=486
   _globals['_SAMPLINGPARAMS']._serialized_start=489
-  _globals['_SAMPLINGPARAMS']._serialized_end=1022
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=882
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=930
-  _globals['_GENERATERESPONSE']._serialized_start=1025
-  _globals['_GENERATERESPONSE']._serialized_end=1209
-  _globals['_TOKENLOGPROBS']._serialized_start=1211
-  _globals['_TOKENLOGPROBS']._serialized_end=1278
-  _globals['_TOPLOGPROB']._serialized_start=1280
-  _globals['_TOPLOGPROB']._serialized_end=1327
-  _globals['_DONE']._serialized_start=1330
-  _globals['_DONE']._serialized_end=1562
-  _globals['_USAGE']._serialized_start=1564
-  _globals['_USAGE']._serialized_end=1644
-  _globals['_KVUSAGE']._serialized_start=1646
-  _globals['_KVUSAGE']._serialized_end=1710
-  _globals['_TIMELINE']._serialized_start=1713
-  _globals['_TIMELINE']._serialized_end=2019
-  _globals['_ABORTREQUEST']._serialized_start=2021
-  _globals['_ABORTREQUEST']._serialized_end=2055
-  _globals['_ABORTRESPONSE']._serialized_start=2057
-  _globals['_ABORTRESPONSE']._serialized_end=2087
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2089
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2110
-  _globals['_GETMODELINFORESPONSE']._serialized_start=2113
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2302
-  _globals['_INFERENCE']._serialized_start=2571
-  _globals['_INFERENCE']._serialized_end=2788
+  _globals['_SAMPLINGPARAMS']._serialized_end=1072
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=912
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=960
+  _globals['_GENERATERESPONSE']._serialized_start=1075
+  _globals['_GENERATERESPONSE']._serialized_end=1345
+  _globals['_PROMPTLOGPROBS']._serialized_start=1347
+  _globals['_PROMPTLOGPROBS']._serialized_end=1443
+  _globals['_TOKENLOGPROBS']._serialized_start=1445
+  _globals['_TOKENLOGPROBS']._serialized_end=1512
+  _globals['_TOPLOGPROB']._serialized_start=1514
+  _globals['_TOPLOGPROB']._serialized_end=1561
+  _globals['_DONE']._serialized_start=1564
+  _globals['_DONE']._serialized_end=1796
+  _globals['_USAGE']._serialized_start=1798
+  _globals['_USAGE']._serialized_end=1878
+  _globals['_KVUSAGE']._serialized_start=1880
+  _globals['_KVUSAGE']._serialized_end=1944
+  _globals['_TIMELINE']._serialized_start=1947
+  _globals['_TIMELINE']._serialized_end=2253
+  _globals['_ABORTREQUEST']._serialized_start=2255
+  _globals['_ABORTREQUEST']._serialized_end=2289
+  _globals['_ABORTRESPONSE']._serialized_start=2291
+  _globals['_ABORTRESPONSE']._serialized_end=2321
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2323
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2344
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2347
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2536
+  _globals['_INFERENCE']._serialized_start=2805
+  _globals['_INFERENCE']._serialized_end=3022
 # @@protoc_insertion_point(module_scope)

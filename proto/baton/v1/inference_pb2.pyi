@@ -240,6 +240,7 @@ class SamplingParams(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 (the default) is greedy. Range 0..100."""
     top_k: _builtins.int
@@ -265,7 +266,13 @@ class SamplingParams(_message.Message):
     logprobs: _builtins.int
     """Report log-probabilities: of each token, and of so many most likely alternatives (0..20). Unset: none."""
     num_choices: _builtins.int
-    """Number of independent answers. Only 1 is served yet."""
+    """Number of independent answers, 1..16. Default 1. They share the seed: each draws random numbers of its own from it,
+    and the first one's tokens are those of a request for one answer.
+    """
+    prompt_logprobs: _builtins.int
+    """Report log-probabilities of the prompt: of each of its tokens but the first, after the prompt before it, and of so
+    many most likely alternatives (0..20). Unset: none. The whole prompt is then computed, whatever a cache holds of it.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end the output besides the model's own; at most 64."""
@@ -292,10 +299,11 @@ class SamplingParams(_message.Message):
         logprobs: _builtins.int | None = ...,
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
         num_choices: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_top_p", b"_top_p", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_top_p", b"_top_p", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_choices", b"num_choices", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_choices", b"num_choices", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -303,6 +311,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__num_choices: _TypeAlias = _typing.Literal["num_choices"]  # noqa: Y015
     _WhichOneofArgType__num_choices: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
@@ -315,6 +325,8 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_choices) -> _WhichOneofReturnType__num_choices | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
@@ -335,6 +347,8 @@ class GenerateResponse(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    FINISH_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     choice: _builtins.int
     """Which answer this belongs to; 0 unless num_choices > 1."""
@@ -342,6 +356,8 @@ class GenerateResponse(_message.Message):
     """Index in the output of the first of `token_ids`. Positions of a choice are consecutive over the whole stream."""
     text: _builtins.str
     """New text; the concatenation over the stream is the answer."""
+    finish: Global___Outcome.ValueType
+    """With the last message of each choice: how it ended, STOP or LENGTH."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens. They may come without text (an unfinished character), and text may follow later."""
@@ -354,6 +370,10 @@ class GenerateResponse(_message.Message):
     def done(self) -> Global___Done:
         """Set on the last message only."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """Where asked for, in one or several messages before the first token."""
+
     def __init__(
         self,
         *,
@@ -364,14 +384,48 @@ class GenerateResponse(_message.Message):
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         done: Global___Done | None = ...,
+        finish: Global___Outcome.ValueType = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "done", b"done", "logprobs", b"logprobs", "position", b"position", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "done", b"done", "finish", b"finish", "logprobs", b"logprobs", "position", b"position", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """Log-probabilities of consecutive tokens of the prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """Index in the prompt of the first of `token_ids`; 1 in the first message."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One per token of `token_ids`."""
+
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "position", b"position", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
@@ -431,7 +485,9 @@ class Done(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     NUM_ATTEMPTS_FIELD_NUMBER: _builtins.int
     outcome: Global___Outcome.ValueType
-    """STOP or LENGTH; every other outcome ends the call with an error status instead."""
+    """STOP or LENGTH; every other outcome ends the call with an error status instead. Of several choices: LENGTH if one of
+    them ended so.
+    """
     prefill_worker: _builtins.str
     """Names of the workers that served the last attempt; prefill is empty where decode read the prompt itself."""
     decode_worker: _builtins.str
@@ -476,6 +532,7 @@ class Usage(_message.Message):
     cached_tokens: _builtins.int
     """Prompt tokens whose KV was found in a prefix cache."""
     completion_tokens: _builtins.int
+    """Of all choices together."""
     def __init__(
         self,
         *,

@@ -26,7 +26,7 @@ from baton.v1 import control_pb2 as baton_dot_v1_dot_control__pb2
 from baton.v1 import inference_pb2 as baton_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/tokens.proto\x12\x08\x62\x61ton.v1\x1a\x16\x62\x61ton/v1/control.proto\x1a\x18\x62\x61ton/v1/inference.proto\"\x8f\x01\n\rTokenEnvelope\x12-\n\x0cstream_hello\x18\x01 \x01(\x0b\x32\x15.baton.v1.StreamHelloH\x00\x12 \n\x05watch\x18\x02 \x01(\x0b\x32\x0f.baton.v1.WatchH\x00\x12\"\n\x06\x66orget\x18\x03 \x01(\x0b\x32\x10.baton.v1.ForgetH\x00\x42\t\n\x07message\"1\n\x0bStreamHello\x12\"\n\x05\x66ront\x18\x01 \x01(\x0b\x32\x13.baton.v1.ProcessId\"T\n\x05Watch\x12$\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x13.baton.v1.AttemptId\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x15\n\rnext_position\x18\x03 \x01(\r\".\n\x06\x46orget\x12$\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x13.baton.v1.AttemptId\"S\n\nTokenBatch\x12#\n\x06worker\x18\x01 \x01(\x0b\x32\x13.baton.v1.ProcessId\x12 \n\x04runs\x18\x02 \x03(\x0b\x32\x12.baton.v1.TokenRun\"\xe5\x01\n\x08TokenRun\x12$\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x13.baton.v1.AttemptId\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12#\n\x06tokens\x18\x04 \x03(\x0b\x32\x13.baton.v1.TokenInfo\x12&\n\x06\x66inish\x18\x05 \x01(\x0e\x32\x11.baton.v1.OutcomeH\x00\x88\x01\x01\x12\x10\n\x08leg_done\x18\x06 \x01(\x08\x12\'\n\x08timeline\x18\x07 \x01(\x0b\x32\x15.baton.v1.LegTimelineB\t\n\x07_finish\"b\n\tTokenInfo\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12!\n\x03top\x18\x03 \x03(\x0b\x32\x14.baton.v1.TopLogprobB\n\n\x08_logprob2E\n\x06Tokens\x12;\n\x06Stream\x12\x17.baton.v1.TokenEnvelope\x1a\x14.baton.v1.TokenBatch(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/tokens.proto\x12\x08\x62\x61ton.v1\x1a\x16\x62\x61ton/v1/control.proto\x1a\x18\x62\x61ton/v1/inference.proto\"\x8f\x01\n\rTokenEnvelope\x12-\n\x0cstream_hello\x18\x01 \x01(\x0b\x32\x15.baton.v1.StreamHelloH\x00\x12 \n\x05watch\x18\x02 \x01(\x0b\x32\x0f.baton.v1.WatchH\x00\x12\"\n\x06\x66orget\x18\x03 \x01(\x0b\x32\x10.baton.v1.ForgetH\x00\x42\t\n\x07message\"1\n\x0bStreamHello\x12\"\n\x05\x66ront\x18\x01 \x01(\x0b\x32\x13.baton.v1.ProcessId\"T\n\x05Watch\x12$\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x13.baton.v1.AttemptId\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x15\n\rnext_position\x18\x03 \x01(\r\"N\n\x06\x46orget\x12$\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x13.baton.v1.AttemptId\x12\x13\n\x06\x63hoice\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_choice\"S\n\nTokenBatch\x12#\n\x06worker\x18\x01 \x01(\x0b\x32\x13.baton.v1.ProcessId\x12 \n\x04runs\x18\x02 \x03(\x0b\x32\x12.baton.v1.TokenRun\"\xe5\x01\n\x08TokenRun\x12$\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x13.baton.v1.AttemptId\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12#\n\x06tokens\x18\x04 \x03(\x0b\x32\x13.baton.v1.TokenInfo\x12&\n\x06\x66inish\x18\x05 \x01(\x0e\x32\x11.baton.v1.OutcomeH\x00\x88\x01\x01\x12\x10\n\x08leg_done\x18\x06 \x01(\x08\x12\'\n\x08timeline\x18\x07 \x01(\x0b\x32\x15.baton.v1.LegTimelineB\t\n\x07_finish\"b\n\tTokenInfo\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12!\n\x03top\x18\x03 \x03(\x0b\x32\x14.baton.v1.TopLogprobB\n\n\x08_logprob2E\n\x06Tokens\x12;\n\x06Stream\x12\x17.baton.v1.TokenEnvelope\x1a\x14.baton.v1.TokenBatch(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,13 +40,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCH']._serialized_start=282
   _globals['_WATCH']._serialized_end=366
   _globals['_FORGET']._serialized_start=368
-  _globals['_FORGET']._serialized_end=414
-  _globals['_TOKENBATCH']._serialized_start=416
-  _globals['_TOKENBATCH']._serialized_end=499
-  _globals['_TOKENRUN']._serialized_start=502
-  _globals['_TOKENRUN']._serialized_end=731
-  _globals['_TOKENINFO']._serialized_start=733
-  _globals['_TOKENINFO']._serialized_end=831
-  _globals['_TOKENS']._serialized_start=833
-  _globals['_TOKENS']._serialized_end=902
+  _globals['_FORGET']._serialized_end=446
+  _globals['_TOKENBATCH']._serialized_start=448
+  _globals['_TOKENBATCH']._serialized_end=531
+  _globals['_TOKENRUN']._serialized_start=534
+  _globals['_TOKENRUN']._serialized_end=763
+  _globals['_TOKENINFO']._serialized_start=765
+  _globals['_TOKENINFO']._serialized_end=863
+  _globals['_TOKENS']._serialized_start=865
+  _globals['_TOKENS']._serialized_end=934
 # @@protoc_insertion_point(module_scope)

@@ -103,18 +103,23 @@ class Forget(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
     @_builtins.property
     def attempt(self) -> _control_pb2.AttemptId: ...
     def __init__(
         self,
         *,
         attempt: _control_pb2.AttemptId | None = ...,
+        choice: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice", b"_choice", "attempt", b"attempt", "choice", b"choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice", b"_choice", "attempt", b"attempt", "choice", b"choice"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__choice: _TypeAlias = _typing.Literal["choice"]  # noqa: Y015
+    _WhichOneofArgType__choice: _TypeAlias = _typing.Literal["_choice", b"_choice"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__choice) -> _WhichOneofReturnType__choice | None: ...
 
 Global___Forget: _TypeAlias = Forget  # noqa: Y015
 
@@ -146,7 +151,7 @@ Global___TokenBatch: _TypeAlias = TokenBatch  # noqa: Y015
 
 @_typing.final
 class TokenRun(_message.Message):
-    """Consecutive tokens of one choice, from `position` on."""
+    """Consecutive tokens of one choice (or, under a number of its own, of the prompt), from `position` on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

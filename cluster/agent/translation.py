@@ -1,0 +1,70 @@
+"""Between what the cluster, the engine and the transfer call things: the three do not know each other."""
+
+from __future__ import annotations
+
+from cluster.agent.legs import Leg
+from cluster.core.ids import WorkerId
+from cluster.core.messages import Block, WorkerRef
+from engine.core.block_hash import extra_key, hash_blocks
+from engine.core.outcome import EmittedToken
+from engine.core.request import RequestBody
+from engine.core.sequence import SequenceMode, SequenceSpec
+from kv_transfer.protocol.messages import BlockGrant, FirstToken, PushArrived
+from kv_transfer.transport.base import PeerId
+
+
+def peer_of(worker: WorkerId) -> PeerId:
+    return PeerId(worker.name, worker.incarnation)
+
+
+def transport_of(ref: WorkerRef) -> str:
+    return ref.endpoints[0].transport if ref.endpoints else ""
+
+
+def block_grants(blocks: tuple[Block, ...]) -> tuple[BlockGrant, ...]:
+    return tuple(BlockGrant(block.index, block.block_id, block.generation) for block in blocks)
+
+
+def sequence_spec(leg: Leg, mode: SequenceMode, fingerprint: str) -> SequenceSpec:
+    """What the scheduler is asked for. Prefill draws for those that draw together; decode starts the others."""
+    body = leg.body
+    return SequenceSpec(
+        key=leg.lead_key,
+        prompt_ids=list(body.prompt_ids),
+        forced_output_ids=list(body.delivered_ids),
+        siblings=body.twins if mode is SequenceMode.PREFILL_ONLY else body.siblings,
+        sampling=body.sampling,
+        mode=mode,
+        extra_key=extra_key(fingerprint, body.adapter, body.cache_salt),
+        priority=body.priority,
+    )
+
+
+def matchable_hashes(body: RequestBody, block_size: int, fingerprint: str) -> list[bytes]:
+    """Of all full blocks but one that holds the last token: at least one token is left to compute."""
+    token_ids = body.prompt_ids + body.delivered_ids
+    extra = extra_key(fingerprint, body.adapter, body.cache_salt)
+    return hash_blocks(token_ids[: len(token_ids) - 1], block_size, extra)
+
+
+def first_token(emitted: EmittedToken) -> FirstToken:
+    return FirstToken(
+        choice=emitted.key.choice,
+        position=emitted.position,
+        token_id=emitted.token_id,
+        logprob=emitted.logprob,
+        top=emitted.top,
+    )
+
+
+def mismatch_of(leg: Leg, arrived: PushArrived) -> str | None:
+    """Why what arrived is not what this leg waits for; None if it is."""
+    body = leg.body
+    if arrived.num_tokens != body.num_input_tokens:
+        return f"KV of {arrived.num_tokens} tokens arrived, {body.num_input_tokens} are expected"
+    found = [(token.choice, token.position) for token in arrived.first_tokens]
+    choices = (body.choice, *(twin.choice for twin in body.twins))
+    expected = [(choice, len(body.delivered_ids)) for choice in choices]
+    if found != expected:
+        return f"first tokens {found} (choice, position) arrived, {expected} are expected"
+    return None
