@@ -31,7 +31,8 @@ class Leg:
 
     Attributes:
         half: PREFILL reads the prompt and pushes; DECODE takes it over and writes, or does both (local prefill).
-        num_blocks: KV blocks it is expected to take, counted against the worker until released.
+        num_blocks, num_sequences: KV blocks it is expected to take, and sequences it runs at once; counted against the
+            worker until released.
         num_unread_tokens: prompt tokens it has still to read, as far as is known; 0 once it has.
         unreported: whether the worker's last heartbeat left before it was told of this leg.
     """
@@ -40,6 +41,7 @@ class Leg:
     worker: WorkerId
     half: Role
     num_blocks: int
+    num_sequences: int
     num_unread_tokens: int
     state: LegState = LegState.PLANNED
     unreported: bool = True

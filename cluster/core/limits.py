@@ -24,6 +24,8 @@ RELEASE_TIMEOUT_NS: Final = 30 * NS_PER_S
 """A worker that has not released a cancelled leg by then is given up: nothing may stay held for ever."""
 UNKNOWN_ATTEMPT: Final = "the coordinator does not know it"
 """Reason given with the cancellation of a leg that only its worker knows of."""
+MAX_CHOICES: Final = 16
+"""Answers that one request may ask for."""
 MAX_LIVE_REQUESTS: Final = 100_000
 """Requests the coordinator knows at once, waiting and running together."""
 MAX_REMEMBERED_ATTEMPTS: Final = 100_000

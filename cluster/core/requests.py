@@ -60,7 +60,9 @@ class Request:
         queued_ns: when it entered the queue; a refused reservation does not change it.
         attempt: number of the latest attempt, 0 before the first.
         num_failures: attempts that failed after the front had heard of them.
-        num_delivered: output tokens its client has, which the next attempt replays.
+        num_choices: answers that are still to be written.
+        num_delivered: output tokens of one of them that its client has, and the next attempt reads first.
+        num_unshared: such tokens of the others beyond these.
         excluded: decode workers not to be asked, until when.
         waiting_for: why it has no place, in words.
     """
@@ -76,9 +78,11 @@ class Request:
     deadline_ns: int | None
     phase_deadline_ns: int | None
     phase: Phase = Phase.QUEUED
+    num_choices: int = 1
     attempt: int = 0
     num_failures: int = 0
     num_delivered: int = 0
+    num_unshared: int = 0
     last_failure: Failure | None = None
     excluded: dict[WorkerId, int] = field(default_factory=dict)
     waiting_for: str = ""

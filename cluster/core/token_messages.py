@@ -56,7 +56,7 @@ class TokenInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRun:
-    """Consecutive tokens of one choice from `position` on, or of the prompt (PROMPT_CHOICE), whose positions begin with 1.
+    """Consecutive tokens of one choice from `position` on, or of the prompt: of PROMPT_CHOICE, from position 1 on.
 
     `finish` is set on the run with a choice's last token. `leg_done` without `finish` means that this worker (prefill)
     has no more to send and another goes on. `timeline` comes with either.

@@ -28,6 +28,7 @@ class Worker:
     legs: dict[AttemptId, Leg] = field(default_factory=dict)
     known_blocks: KnownBlocks = field(default_factory=KnownBlocks)
     num_legs: int = 0
+    num_sequences: int = 0
     num_promised_blocks: int = 0
     num_unread_tokens: int = 0
     num_unreported_tokens: int = 0
@@ -68,6 +69,7 @@ class Worker:
         assert leg.attempt_id not in self.legs and not leg.is_released
         self.legs[leg.attempt_id] = leg
         self.num_legs += 1
+        self.num_sequences += leg.num_sequences
         self.num_promised_blocks += leg.num_blocks
         self.num_unread_tokens += leg.num_unread_tokens
         self.num_unreported_tokens += leg.num_unread_tokens
@@ -85,6 +87,7 @@ class Worker:
         self.mark_read(leg)
         leg.state = LegState.RELEASED
         self.num_legs -= 1
+        self.num_sequences -= leg.num_sequences
         self.num_promised_blocks -= leg.num_blocks
 
     def hear(self, load: WorkerLoad) -> None:
@@ -98,6 +101,7 @@ class Worker:
     def check_invariants(self) -> None:
         held = [leg for leg in self.legs.values() if not leg.is_released]
         assert self.num_legs == len(held)
+        assert self.num_sequences == sum(leg.num_sequences for leg in held)
         assert self.num_promised_blocks == sum(leg.num_blocks for leg in held)
         assert self.num_unread_tokens == sum(leg.num_unread_tokens for leg in held)
         assert self.num_unreported_tokens == sum(leg.num_unread_tokens for leg in held if leg.unreported)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cluster.core.ids import Outcome
+from cluster.core.limits import MAX_CHOICES
 from cluster.policy.placement import WorkerLike, mean_ms_per_token
 
 MIN_RETRY_AFTER_MS: Final = 100
@@ -17,7 +18,12 @@ UNMEASURED_RETRY_AFTER_MS: Final = 1_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """The lengths and wishes of a new request; `max_latency_ms` limits the time to its first token."""
+    """The lengths and wishes of a new request.
+
+    Attributes:
+        max_tokens: of each of its `num_choices` answers.
+        max_latency_ms: limits the time to its first token.
+    """
 
     num_prompt_tokens: int
     max_tokens: int
@@ -74,8 +80,8 @@ def retry_after_ms(situation: Situation) -> int:
 
 
 def _never_fits(arrival: Arrival, situation: Situation) -> Refuse | None:
-    if arrival.num_choices != 1:
-        return _invalid(f"{arrival.num_choices} choices were asked for, only 1 can be given")
+    if not 1 <= arrival.num_choices <= MAX_CHOICES:
+        return _invalid(f"{arrival.num_choices} choices were asked for, 1 to {MAX_CHOICES} can be given")
     if arrival.num_prompt_tokens < 1 or arrival.max_tokens < 1:
         return _invalid("a request needs at least one prompt token and max_tokens of at least 1")
     num_tokens = arrival.num_prompt_tokens + 1

@@ -32,7 +32,7 @@ class WorkerLike(Protocol):
     @property
     def num_promised_blocks(self) -> int: ...
     @property
-    def num_legs(self) -> int: ...
+    def num_sequences(self) -> int: ...
     @property
     def max_running(self) -> int: ...
     @property
@@ -49,22 +49,37 @@ class Demand:
 
     Attributes:
         num_tokens: to be read before the first token is drawn.
-        num_kv_blocks: for these and one more: what is reserved.
-        num_expected_blocks: with the answer expected of it: what placement counts with.
+        num_sequences: answers that are written at once.
+        num_read_blocks: for the tokens and one more: what prefill takes.
+        num_kv_blocks: these, and one for each further answer: what is reserved.
+        num_expected_blocks: with the answers expected of it: what placement counts with.
     """
 
     num_tokens: int
+    num_sequences: int
+    num_read_blocks: int
     num_kv_blocks: int
     num_expected_blocks: int
 
 
-def demand_of(num_tokens: int, num_tokens_left: int, block_size: int) -> Demand:
-    """What a request needs that has `num_tokens` to be read and may emit `num_tokens_left` more."""
-    num_expected = num_tokens + max(1, min(num_tokens_left, EXPECTED_OUTPUT_TOKENS))
+def demand_of(
+    num_tokens: int, num_tokens_left: int, block_size: int, *, num_choices: int = 1, num_unshared: int = 0
+) -> Demand:
+    """What a request needs that has `num_tokens` to be read and may emit `num_tokens_left` more.
+
+    With several choices, each emits so many. They share the tokens read, except for a part of the last block and
+    `num_unshared` tokens that all of them together have been given beyond.
+    """
+    num_emitted = max(1, min(num_tokens_left, EXPECTED_OUTPUT_TOKENS))
+    num_read_blocks = -(-(num_tokens + 1) // block_size)
+    num_others = num_choices - 1
+    num_own_tokens = num_others * (block_size - 1 + num_emitted) + num_unshared
     return Demand(
         num_tokens=num_tokens,
-        num_kv_blocks=-(-(num_tokens + 1) // block_size),
-        num_expected_blocks=-(-num_expected // block_size),
+        num_sequences=num_choices,
+        num_read_blocks=num_read_blocks,
+        num_kv_blocks=num_read_blocks + num_others,
+        num_expected_blocks=-(-(num_tokens + num_emitted) // block_size) + -(-num_own_tokens // block_size),
     )
 
 
@@ -105,10 +120,10 @@ def place(
             worker
             for worker in decode
             if worker.id not in excluded
-            and _has_room(worker, demand.num_expected_blocks)
+            and _has_room(worker, demand.num_expected_blocks, demand.num_sequences)
             and (starts_soon(worker) or prefill)
         ),
-        key=lambda worker: (worker.num_promised_blocks - worker.num_total_blocks, worker.num_legs, worker.id),
+        key=lambda worker: (worker.num_promised_blocks - worker.num_total_blocks, worker.num_sequences, worker.id),
         default=None,
     )
     if decode_worker is None:
@@ -128,8 +143,8 @@ def starts_soon(worker: WorkerLike) -> bool:
 def _place_both(demand: Demand, prefill: tuple[WorkerLike, ...], decode_worker: WorkerLike) -> Placement | Wait:
     ms_per_token = mean_ms_per_token(prefill) or UNMEASURED_MS_PER_TOKEN
     prefill_worker = min(
-        (worker for worker in prefill if starts_soon(worker) and _has_room(worker, demand.num_kv_blocks)),
-        key=lambda worker: (_ttft_ms(worker, demand.num_tokens, ms_per_token), worker.num_legs, worker.id),
+        (worker for worker in prefill if starts_soon(worker) and _has_room(worker, demand.num_read_blocks, 1)),
+        key=lambda worker: (_ttft_ms(worker, demand.num_tokens, ms_per_token), worker.num_sequences, worker.id),
         default=None,
     )
     if prefill_worker is None:
@@ -148,11 +163,12 @@ def _place_local(worker: WorkerLike, why: str) -> Placement | Wait:
     return Placement(prefill=None, decode=worker.id, reason=f"{why}: {worker.id} reads the prompt itself")
 
 
-def _has_room(worker: WorkerLike, num_blocks: int) -> bool:
+def _has_room(worker: WorkerLike, num_blocks: int, num_sequences: int) -> bool:
     """An idle worker takes anything that was admitted: it holds at least one sequence of maximum length."""
-    if worker.num_legs == 0:
+    if worker.num_sequences == 0:
         return True
-    return worker.num_legs < worker.max_running and worker.num_promised_blocks + num_blocks <= worker.num_total_blocks
+    has_blocks = worker.num_promised_blocks + num_blocks <= worker.num_total_blocks
+    return has_blocks and worker.num_sequences + num_sequences <= worker.max_running
 
 
 def _ttft_ms(worker: WorkerLike, num_tokens: int, default_ms_per_token: float) -> float:

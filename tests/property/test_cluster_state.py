@@ -102,14 +102,21 @@ class ClusterMachine(RuleBasedStateMachine):
         num_prompt_tokens=st.integers(min_value=1, max_value=150),
         deadline_ms=st.none() | st.integers(min_value=0, max_value=3_000),
         priority=st.integers(min_value=-1, max_value=1),
+        num_choices=st.sampled_from([1, 1, 2, 9]),
         num_rounds=st.integers(min_value=0, max_value=3),
     )
     def a_request_is_submitted(
-        self, pick: int, num_prompt_tokens: int, deadline_ms: int | None, priority: int, num_rounds: int
+        self,
+        pick: int,
+        num_prompt_tokens: int,
+        deadline_ms: int | None,
+        priority: int,
+        num_choices: int,
+        num_rounds: int,
     ) -> None:
         front = self._front(pick)
         if front is not None:
-            self.world.submit(front.id, num_prompt_tokens, deadline_ms, priority)
+            self.world.submit(front.id, num_prompt_tokens, deadline_ms, priority, num_choices)
             self._let_all_arrive(*[1] * num_rounds)
 
     @rule(pick=PICK, request=PICK)

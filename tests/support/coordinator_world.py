@@ -200,7 +200,13 @@ class ModelFront:
                 assert attempt.attempt == self.attempts[attempt.request_id], "it had heard of the attempt"
                 if self.outcomes[attempt.request_id] is None:
                     self.outbox.append(
-                        Resubmit(request_id=attempt.request_id, failed_attempt=attempt.attempt, num_delivered=1)
+                        Resubmit(
+                            request_id=attempt.request_id,
+                            failed_attempt=attempt.attempt,
+                            num_delivered=1,
+                            num_choices=1 + attempt.attempt % 2,
+                            num_unshared=attempt.attempt,
+                        )
                     )
             case Refused(request_id=request_id, outcome=outcome) | EndRequest(request_id=request_id, outcome=outcome):
                 # A Resubmit that crosses the end is answered with a second one.
@@ -310,7 +316,9 @@ class World:
         del self.fronts[front_id]
         self.handle(FrontGone(front=front_id))
 
-    def submit(self, front_id: FrontId, num_prompt_tokens: int, deadline_ms: int | None, priority: int) -> None:
+    def submit(
+        self, front_id: FrontId, num_prompt_tokens: int, deadline_ms: int | None, priority: int, num_choices: int = 1
+    ) -> None:
         self.num_requests += 1
         request_id = f"r{self.num_requests}"
         self.fronts[front_id].outcomes[request_id] = None
@@ -319,6 +327,7 @@ class World:
                 request_id=request_id,
                 num_prompt_tokens=num_prompt_tokens,
                 max_tokens=4,
+                num_choices=num_choices,
                 deadline_ms=deadline_ms,
                 priority=priority,
             )

@@ -26,7 +26,7 @@ class FakeWorker:
     id: WorkerId
     num_total_blocks: int = 100
     num_promised_blocks: int = 0
-    num_legs: int = 0
+    num_sequences: int = 0
     max_running: int = 8
     chunk_tokens: int = 64
     backlog_tokens: int = 0
@@ -57,33 +57,59 @@ def _place(
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_left", "demand"),
-    [
-        (15, 1, Demand(num_tokens=15, num_kv_blocks=1, num_expected_blocks=1)),
-        (16, 1, Demand(num_tokens=16, num_kv_blocks=2, num_expected_blocks=2)),
-        (16, 100, Demand(num_tokens=16, num_kv_blocks=2, num_expected_blocks=8)),
-        (16, 10_000, Demand(num_tokens=16, num_kv_blocks=2, num_expected_blocks=17)),
-        (16, 0, Demand(num_tokens=16, num_kv_blocks=2, num_expected_blocks=2)),
-    ],
+    ("num_tokens", "num_left", "num_read_blocks", "num_expected_blocks"),
+    [(15, 1, 1, 1), (16, 1, 2, 2), (16, 100, 2, 8), (16, 10_000, 2, 17), (16, 0, 2, 2)],
 )
-def test_demand_counts_the_prompt_one_more_and_what_is_expected(num_tokens: int, num_left: int, demand: Demand) -> None:
-    assert demand_of(num_tokens, num_left, 16) == demand
+def test_demand_counts_the_prompt_one_more_and_what_is_expected(
+    num_tokens: int, num_left: int, num_read_blocks: int, num_expected_blocks: int
+) -> None:
+    assert demand_of(num_tokens, num_left, 16) == Demand(
+        num_tokens=num_tokens,
+        num_sequences=1,
+        num_read_blocks=num_read_blocks,
+        num_kv_blocks=num_read_blocks,
+        num_expected_blocks=num_expected_blocks,
+    )
+
+
+def test_several_answers_share_the_prompt() -> None:
+    demand = demand_of(40, 20, 16, num_choices=3)
+    assert (demand.num_sequences, demand.num_read_blocks, demand.num_kv_blocks) == (3, 3, 5)
+    # 40 + 20 tokens of the first; of either other one 8 tokens of the third block again, and 20 of its own.
+    least = 4 + 2 * 2
+    assert least <= demand.num_expected_blocks <= least + 1
+    resumed = demand_of(40, 20, 16, num_choices=3, num_unshared=30)
+    assert demand.num_expected_blocks < resumed.num_expected_blocks <= demand.num_expected_blocks + 2
+
+
+def test_each_answer_takes_a_place_in_the_batch() -> None:
+    def placed(num_choices: int, num_running: int) -> Placement | Wait:
+        prefill = [_worker("p0", num_sequences=7)]
+        demand = demand_of(40, 8, 16, num_choices=num_choices)
+        return place(demand, prefill, [_worker("d0", num_sequences=num_running)], {})
+
+    assert isinstance(placed(4, 4), Placement)
+    assert placed(4, 5) == Wait(reason="no decode worker has room")
+    assert isinstance(placed(16, 0), Placement), "an idle worker takes more than it runs at once"
 
 
 def test_decode_with_the_most_blocks_left_is_taken() -> None:
-    decode = [_worker("d0", num_promised_blocks=50, num_legs=1), _worker("d1", num_promised_blocks=40, num_legs=5)]
+    decode = [
+        _worker("d0", num_promised_blocks=50, num_sequences=1),
+        _worker("d1", num_promised_blocks=40, num_sequences=5),
+    ]
     assert _place([_worker("p0")], decode) == ("p0", "d1")
 
 
 def test_then_the_one_with_fewer_sequences_then_the_smaller_id() -> None:
-    same = [_worker("d1", num_legs=2), _worker("d2", num_legs=1), _worker("d0", num_legs=2)]
+    same = [_worker("d1", num_sequences=2), _worker("d2", num_sequences=1), _worker("d0", num_sequences=2)]
     assert _place([_worker("p0")], same) == ("p0", "d2")
     assert _place([_worker("p1"), _worker("p0")], [_worker("d1"), _worker("d0")]) == ("p0", "d0")
 
 
 def test_prefill_is_taken_by_predicted_time_to_first_token() -> None:
     slow_but_idle = _worker("p0", ms_per_token=9.0)
-    fast_but_busy = _worker("p1", ms_per_token=1.0, backlog_tokens=200, num_legs=1)
+    fast_but_busy = _worker("p1", ms_per_token=1.0, backlog_tokens=200, num_sequences=1)
     assert _place([slow_but_idle, fast_but_busy], [_worker("d0")]) == ("p1", "d0")
     assert _place([slow_but_idle, fast_but_busy], [_worker("d0")], num_tokens=10) == ("p0", "d0")
 
@@ -96,8 +122,8 @@ def test_an_unmeasured_worker_counts_as_an_average_one() -> None:
     ("decode", "reason"),
     [
         ([], "no decode worker is alive"),
-        ([_worker("d0", num_legs=8)], "no decode worker has room"),
-        ([_worker("d0", num_legs=1, num_promised_blocks=98)], "no decode worker has room"),
+        ([_worker("d0", num_sequences=8)], "no decode worker has room"),
+        ([_worker("d0", num_sequences=1, num_promised_blocks=98)], "no decode worker has room"),
     ],
 )
 def test_nothing_is_placed_without_decode(decode: list[FakeWorker], reason: str) -> None:
@@ -105,7 +131,7 @@ def test_nothing_is_placed_without_decode(decode: list[FakeWorker], reason: str)
 
 
 def test_an_excluded_decode_worker_is_passed_over() -> None:
-    decode = [_worker("d0"), _worker("d1", num_legs=3)]
+    decode = [_worker("d0"), _worker("d1", num_sequences=3)]
     assert _place([_worker("p0")], decode, excluded=("d0",)) == ("p0", "d1")
     assert _place([_worker("p0")], decode, excluded=("d0", "d1")) == "no decode worker has room"
 
@@ -113,7 +139,7 @@ def test_an_excluded_decode_worker_is_passed_over() -> None:
 def test_a_busy_prefill_worker_leaves_the_request_in_the_queue() -> None:
     assert _place([_worker("p0", backlog_tokens=256)], [_worker("d0")]) == ("p0", "d0")
     assert _place([_worker("p0", backlog_tokens=257)], [_worker("d0")]) == "no prefill worker can start soon"
-    full = _worker("p0", num_legs=1, num_promised_blocks=98)
+    full = _worker("p0", num_sequences=1, num_promised_blocks=98)
     assert _place([full], [_worker("d0")]) == "no prefill worker can start soon"
 
 
@@ -123,7 +149,7 @@ def test_an_idle_worker_takes_what_is_expected_to_outgrow_it() -> None:
 
 def test_without_prefill_decode_reads_the_prompt() -> None:
     busy = _worker("d0", backlog_tokens=257)
-    assert _place([], [busy, _worker("d1", num_promised_blocks=50, num_legs=2)]) == (None, "d1")
+    assert _place([], [busy, _worker("d1", num_promised_blocks=50, num_sequences=2)]) == (None, "d1")
     assert _place([], [busy]) == "no decode worker has room"
 
 
@@ -170,7 +196,8 @@ def test_what_fits_is_admitted() -> None:
         ({"num_prompt_tokens": 800}, "needs 51 KV blocks, the largest worker has 50"),
         ({"num_prompt_tokens": 0}, "at least one prompt token"),
         ({"max_tokens": 0}, "at least 1"),
-        ({"num_choices": 2}, "2 choices"),
+        ({"num_choices": 17}, "17 choices"),
+        ({"num_choices": 0}, "0 choices"),
     ],
 )
 def test_what_can_never_run_is_invalid(changes: dict[str, Any], reason: str) -> None:

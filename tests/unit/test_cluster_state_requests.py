@@ -437,6 +437,25 @@ def test_resubmit_goes_on_after_what_was_delivered() -> None:
     assert isinstance(placed, Placed) and (placed.queued_ms, placed.reserved_ms) == (0.0, 1.0)
 
 
+def test_an_attempt_counts_the_answers_that_are_still_to_be_written() -> None:
+    """Eight places in decode's batch: five answers and four do not fit; once three of the five have ended they do."""
+    bench = _bench()
+    bench.submit(num_choices=5)
+    bench.grant(R1)
+    bench.worker_says(P0, PrefillDone(attempt=R1, outcome=None, timeline=TIMELINE))
+    bench.worker_says(D0, Committed(attempt=R1, timeline=TIMELINE))
+    bench.release(P0, R1)
+    bench.submit("s", num_choices=4)
+    assert bench.phase("s") == "queued"
+    bench.front_says(StreamLost(attempt=R1, worker=D0, reason="reset"))
+    bench.release(D0, R1)
+    bench.front_says(Resubmit(request_id="r", failed_attempt=1, num_delivered=3, num_choices=2, num_unshared=4))
+    reserves = [body for body in bench.commands(D0) if isinstance(body, Reserve)]
+    assert [reserve.attempt for reserve in reserves] == [R2]
+    bench.grant(R2)
+    assert bench.phase("s") == "reserving" and bench.num_legs(D0) == 2
+
+
 def test_resubmit_goes_before_requests_admitted_later() -> None:
     bench = _bench()
     bench.run_to_decoding()

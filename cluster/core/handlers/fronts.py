@@ -70,6 +70,7 @@ def on_submit(parts: Parts, now_ns: int, front: FrontId, message: Submit) -> Non
         rank=parts.requests.next_rank(),
         num_prompt_tokens=message.num_prompt_tokens,
         max_tokens=message.max_tokens,
+        num_choices=message.num_choices,
         priority=message.priority,
         submitted_ns=now_ns,
         queued_ns=now_ns,
@@ -103,6 +104,8 @@ def on_resubmit(parts: Parts, now_ns: int, front: FrontId, message: Resubmit) ->
     if request.phase is not Phase.WAITING_FRONT or message.failed_attempt != request.attempt:
         return
     request.num_delivered = message.num_delivered
+    request.num_choices = max(1, message.num_choices)
+    request.num_unshared = message.num_unshared
     request.queued_ns = now_ns
     request.enter(Phase.QUEUED, now_ns + parts.queue_timeout_ns)
     enqueue(parts, request)

@@ -22,7 +22,13 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
         assert request is not None and request.phase is Phase.QUEUED
         request.excluded = {worker: until for worker, until in request.excluded.items() if until > now_ns}
         num_left = request.max_tokens - request.num_delivered
-        demand = demand_of(request.num_read_tokens, num_left, parts.config.kv.block_size)
+        demand = demand_of(
+            request.num_read_tokens,
+            num_left,
+            parts.config.kv.block_size,
+            num_choices=request.num_choices,
+            num_unshared=request.num_unshared,
+        )
         decision = place(
             demand,
             parts.workers.with_role(Role.PREFILL).values(),
@@ -72,8 +78,8 @@ def _start_pair(
         attempt_id=request.attempt_id,
         lease_id=parts.next_lease_id(),
         placed_ns=now_ns,
-        prefill=_leg(request, prefill, Role.PREFILL, demand.num_kv_blocks, demand.num_tokens),
-        decode=_leg(request, decode, Role.DECODE, demand.num_expected_blocks, 0),
+        prefill=_leg(request, prefill, Role.PREFILL, demand.num_read_blocks, 1, demand.num_tokens),
+        decode=_leg(request, decode, Role.DECODE, demand.num_expected_blocks, demand.num_sequences, 0),
         why=placement.reason,
     )
     _open(parts, attempt)
@@ -108,7 +114,7 @@ def _start_local(parts: Parts, now_ns: int, request: Request, demand: Demand, pl
         lease_id=parts.next_lease_id(),
         placed_ns=now_ns,
         prefill=None,
-        decode=_leg(request, decode, Role.DECODE, demand.num_expected_blocks, demand.num_tokens),
+        decode=_leg(request, decode, Role.DECODE, demand.num_expected_blocks, demand.num_sequences, demand.num_tokens),
         why=placement.reason,
         committed=True,
     )
@@ -127,12 +133,15 @@ def _start_local(parts: Parts, now_ns: int, request: Request, demand: Demand, pl
     parts.outbox.to_front(request.front, placed)
 
 
-def _leg(request: Request, worker: Worker, half: Role, num_blocks: int, num_unread_tokens: int) -> Leg:
+def _leg(
+    request: Request, worker: Worker, half: Role, num_blocks: int, num_sequences: int, num_unread_tokens: int
+) -> Leg:
     return Leg(
         attempt_id=request.attempt_id,
         worker=worker.id,
         half=half,
         num_blocks=num_blocks,
+        num_sequences=num_sequences,
         num_unread_tokens=num_unread_tokens,
     )
 
