@@ -10,12 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from tests.support.model_engine import ModelEngine
-from tests.support.scheduler_machine import SchedulerMachine
-from tests.support.soak import NUM_MODEL_HISTORIES
+from tests.support.scheduler_machine import SchedulerMachine, play
+from tests.support.soak import NUM_MODEL_HISTORIES, batches
 
 
 @pytest.fixture
@@ -28,9 +26,11 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_tokens_do_not_depend_on_the_schedule_in_float32(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize("num_histories", batches(NUM_MODEL_HISTORIES))
+def test_tokens_do_not_depend_on_the_schedule_in_float32(
+    num_histories: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     class ModelMachine(SchedulerMachine):
         engine = ModelEngine(tmp_path_factory.mktemp("model"))
 
-    histories = settings(max_examples=NUM_MODEL_HISTORIES, stateful_step_count=25, deadline=None)
-    run_state_machine_as_test(ModelMachine, settings=histories)
+    play(ModelMachine, num_histories, num_steps=25)

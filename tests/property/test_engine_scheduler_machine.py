@@ -5,12 +5,12 @@ Preemption, prefix sharing, several answers, pushes that come, fail and are give
 
 from __future__ import annotations
 
-from hypothesis import settings
+import pytest
 
-from tests.support.scheduler_machine import SchedulerMachine
-from tests.support.soak import NUM_SCHEDULER_HISTORIES
+from tests.support.scheduler_machine import SchedulerMachine, play
+from tests.support.soak import NUM_SCHEDULER_HISTORIES, batches
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=NUM_SCHEDULER_HISTORIES, stateful_step_count=40, deadline=None
-)
-test_random_work_gives_undisturbed_tokens = SchedulerMachine.TestCase
+
+@pytest.mark.parametrize("num_histories", batches(NUM_SCHEDULER_HISTORIES))
+def test_random_work_gives_undisturbed_tokens(num_histories: int) -> None:
+    play(SchedulerMachine, num_histories, num_steps=40)

@@ -10,8 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from engine.core.block_hash import hash_blocks
 from engine.core.block_pool import BlockPool, OutOfBlocksError
@@ -480,3 +488,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.answers.finish_reasons[key] == self.expected[key].finish_reason
         counts = self.pool.counts()
         assert counts.active == counts.reserved == counts.quarantined == 0, "blocks are left behind"
+
+
+def play(machine: type[SchedulerMachine], num_histories: int, num_steps: int) -> None:
+    """So many random histories, of up to `num_steps` events each; others at every call."""
+    histories = settings(
+        max_examples=num_histories, stateful_step_count=num_steps, deadline=None, derandomize=False, print_blob=True
+    )
+    run_state_machine_as_test(machine, settings=histories)
