@@ -33,6 +33,8 @@ from cluster.core.token_messages import Forget, Watch
 from cluster.front.inference import INLINE_PROMPT_LENGTH
 from cluster.front.request_spec import RequestLimits
 from engine.core.block_hash import extra_key, hash_blocks
+from engine.core.request import Sibling
+from engine.core.sampling import SamplingParams
 from tests.integration.front_peers import MAX_MODEL_TOKENS, TIMEOUT_S, Script, ScriptedCluster, make_model_dir
 
 Request = inference_pb2.GenerateRequest
@@ -162,6 +164,34 @@ def test_max_tokens_is_cut_to_the_context(cluster: ScriptedCluster) -> None:
     assert (sampling.max_tokens, sampling.min_tokens) == (3, 3)
     _generate(cluster, Request(request_id="default", prompt="x"))
     assert cluster.seen.bodies["default"].sampling.max_tokens == 256
+
+
+def test_every_sampling_parameter_reaches_the_workers(cluster: ScriptedCluster) -> None:
+    asked = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "presence_penalty": 1.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.25,
+        "seed": 2**64 - 1,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "stop_token_ids": (4, 5),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "prompt_logprobs": 20,
+        "logit_bias": {3: 1.5, 7: -2.0},
+        "num_choices": 2,
+    }
+    assert sorted(asked) == sorted(Sampling.DESCRIPTOR.fields_by_name), "one is not tried"
+    cluster.scripts["all"] = Script(token_ids=(9, 10), others=((11, 12),))
+    _generate(cluster, Request(request_id="all", prompt="hello world", sampling=Sampling(**asked)))
+    body = cluster.seen.bodies["all"]
+    del asked["num_choices"]
+    assert body.sampling == SamplingParams(**{**asked, "logit_bias": ((3, 1.5), (7, -2.0))})  # type: ignore[arg-type]
+    assert body.siblings == (Sibling(choice=1),)
 
 
 def test_log_probabilities(cluster: ScriptedCluster, tokenizer: Tokenizer) -> None:
