@@ -119,7 +119,7 @@ class TorchReferenceBackend:
     ) -> None:
         batch = self._running()
         q_THD, _, _ = _split_heads(qkv_NX[: batch.num_tokens], layer_BKCSD)
-        out_THD = out_NX[: batch.num_tokens].unflatten(1, q_THD.shape[1:])
+        out_THD = out_NX[: batch.num_tokens].view(q_THD.shape)
         for sequence in range(batch.num_sequences):
             begin, end = batch.query_starts_S1[sequence : sequence + 2].tolist()
             context_start = int(batch.context_starts_S[sequence])
@@ -171,7 +171,7 @@ def _rms_norm(x_NE: torch.Tensor, norm_E: torch.Tensor, eps: float) -> torch.Ten
 def _split_heads(qkv_TX: torch.Tensor, layer_BKCSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of queries [T, H, D], keys and values [T, K, D]."""
     _, num_kv_heads, _, _, head_dim = layer_BKCSD.shape
-    heads_TYD = qkv_TX.unflatten(1, (-1, head_dim))
+    heads_TYD = qkv_TX.view(len(qkv_TX), -1, head_dim)
     num_heads = heads_TYD.shape[1] - 2 * num_kv_heads
     q_THD, k_TKD, v_TKD = torch.split(heads_TYD, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     return q_THD, k_TKD, v_TKD
@@ -207,7 +207,7 @@ def _attend_sequence(
 ) -> torch.Tensor:
     num_tokens, num_heads, head_dim = q_THD.shape
     num_positions, num_kv_heads, _ = k_PKD.shape
-    q_TKGD = q_THD.float().unflatten(1, (num_kv_heads, num_heads // num_kv_heads))
+    q_TKGD = q_THD.float().view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores_KGTP = torch.einsum("tkgd,pkd->kgtp", q_TKGD, k_PKD.float()) * scale
     query_positions_T1 = torch.arange(context_start, context_start + num_tokens, device=q_THD.device).unsqueeze(1)
     key_positions_P = torch.arange(num_positions, device=q_THD.device)
