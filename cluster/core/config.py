@@ -13,7 +13,7 @@ from cluster.core.config_reader import Locate, Section
 from cluster.core.ids import Role
 
 VERSION: Final = 1
-MODEL_PRESETS: Final = ("smollm2-135m-instruct",)
+MODEL_PRESETS: Final = ("smollm2-135m-instruct", "gemma-3-270m")
 DTYPES: Final = ("float32", "bfloat16")
 TRANSPORTS: Final = ("auto", "shm")
 CHECKSUMS: Final = ("full", "off")

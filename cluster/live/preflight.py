@@ -14,14 +14,14 @@ import psutil
 from cluster.core.config import ClusterConfig, ModelConfig, PoolConfig
 from cluster.live.config_file import ClusterFile
 from engine.model import config as model_files
-from engine.model.importer import SMOLLM2_DIRECTORY_NAME, is_complete
+from engine.model.importer import is_complete
+from engine.model.packaged_models import PACKAGED_MODELS
 from kv_transfer.protocol.layout import KVLayout, LayerGroup
 
 WORKER_BYTES: Final = 700 * 10**6
 """What a worker uses at most besides its weights and its pool."""
 CONTROL_PLANE_BYTES: Final = 1_200 * 10**6
 """Ray's own processes, the coordinator and one front."""
-PRESET_DIRECTORIES: Final = {"smollm2-135m-instruct": SMOLLM2_DIRECTORY_NAME}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class MemoryNeed:
 def model_directory(model: ModelConfig, folder: Path, models_dir: Path) -> Path:
     """Where the model's files should be; relative paths start at `folder`."""
     if model.preset is not None:
-        return models_dir / PRESET_DIRECTORIES[model.preset]
+        return models_dir / PACKAGED_MODELS[model.preset].directory_name
     assert model.path is not None
     return folder / Path(model.path).expanduser()
 
@@ -68,7 +68,7 @@ def check_model(file: ClusterFile, models_dir: Path) -> ModelFacts:
             ("model", "preset"),
             f"{model.preset}, which is not at {directory}",
             "an imported model",
-            hint="import it once with: baton model import",
+            hint=f"import it once with: baton model import {model.preset}",
         )
     key = ("model", "path") if model.path is not None else ("model", "preset")
     if not (directory / "config.json").is_file():

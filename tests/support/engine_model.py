@@ -14,12 +14,12 @@ import torch
 from engine.core.sampling import SamplingParams
 from engine.core.step import SequenceKey, SequenceStep, StepPlan
 from engine.model.config import ModelConfig
-from engine.model.importer import ModelImportError, import_smollm2
-from engine.model.weights import tensor_names
+from engine.model.importer import import_model
+from engine.model.packaged_models import GEMMA3, SMOLLM2, ModelImportError, PackagedModel
 from engine.runner import Runner
 
 MODEL_CACHE_DIR = Path.home() / ".cache" / "baton" / "models"
-REFERENCE_PATH = Path(__file__).parents[1] / "reference" / "smollm2_float32_greedy.json"
+REFERENCE_FILES = {SMOLLM2: "smollm2_float32_greedy.json", GEMMA3: "gemma3_float32_greedy.json"}
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 TINY_CONFIG: dict[str, Any] = {
@@ -44,17 +44,22 @@ TINY_CONFIG: dict[str, Any] = {
 
 
 @functools.cache
-def real_model_dir() -> tuple[Path | None, str]:
-    """The imported demo model, or None and why it cannot be imported here."""
+def real_model_dir(model: PackagedModel = SMOLLM2) -> tuple[Path | None, str]:
+    """The imported model, or None and why it cannot be imported here."""
     try:
-        return import_smollm2(MODEL_CACHE_DIR), ""
+        return import_model(model.name, MODEL_CACHE_DIR), ""
     except ModelImportError as error:
         return None, str(error)
 
 
+def reference_path(model: PackagedModel) -> Path:
+    return Path(__file__).parents[1] / "reference" / REFERENCE_FILES[model]
+
+
 @functools.cache
-def reference() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(REFERENCE_PATH.read_text(encoding="utf-8"))
+def reference(model: PackagedModel = SMOLLM2) -> dict[str, Any]:
+    """What transformers generates greedily in float32, made by `tests.reference.make_reference`."""
+    content: dict[str, Any] = json.loads(reference_path(model).read_text(encoding="utf-8"))
     return content
 
 
