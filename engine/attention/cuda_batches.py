@@ -1,10 +1,10 @@
-"""The arithmetic of the CUDA path that needs no device: batches of few sizes, and block tables as FlashInfer reads them.
+"""The arithmetic of the CUDA path that needs no device: batches of few sizes, block tables in FlashInfer's form.
 
 A CUDA graph is recorded for a number of rows and replays with that number. So a decode batch is padded to the next of
 few sizes: with sequences of one token at position 0, whose keys and values go to a scratch block that no sequence has.
 A padded batch is a batch like any other, and nothing downstream tells the two apart.
 
-Axes as in `engine.attention.batch`; B1 one more than the step's sequences.
+Axes as in `engine.attention.batch`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,28 @@ def is_decode(batch: StepBatch) -> bool:
     return batch.num_tokens == batch.num_sequences and batch.num_selected > 0
 
 
+def scratch_batch(num_rows: int, *, scratch_block: int, block_size: int) -> StepBatch:
+    """A decode batch of padding alone, all of it selected: it touches nothing but the scratch block."""
+    none, none_int32 = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
+    empty = StepBatch(
+        ids_T=none,
+        positions_T=none,
+        slots_T=none,
+        query_starts_S1=torch.zeros(1, dtype=torch.int32),
+        context_starts_S=none_int32,
+        table_starts_S=none_int32,
+        block_tables=none_int32,
+        rows_R=none,
+    )
+    return pad_batch(empty, num_rows, scratch_block=scratch_block, block_size=block_size)
+
+
 def pad_batch(batch: StepBatch, num_rows: int, *, scratch_block: int, block_size: int) -> StepBatch:
-    """`batch`, a decode batch, with sequences added up to `num_rows`; as many rows are selected.
+    """`batch`, of one token a sequence, with sequences added up to `num_rows`; as many rows are selected.
 
     The first `batch.num_selected` selected rows are the batch's own, the others any rows at all. New tensors.
     """
-    assert is_decode(batch) and batch.num_tokens <= num_rows
+    assert batch.num_tokens == batch.num_sequences <= num_rows
     missing = (0, num_rows - batch.num_tokens)
     return replace(
         batch,

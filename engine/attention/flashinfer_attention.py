@@ -100,24 +100,19 @@ class PagedAttention:
         assert self._tables is not None, "no step has begun"
         tables = self._tables
         wrapper = self._wrapper(shape)
-        queries = () if self._graph_rows is not None else (tables.query_starts_S1,)
-        causal = {} if self._graph_rows is not None else {"causal": True}
-        wrapper.plan(
-            *queries,
-            tables.block_starts_S1,
-            tables.blocks,
-            tables.last_block_tokens_S,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.block_size,
+        context = (tables.block_starts_S1, tables.blocks, tables.last_block_tokens_S)
+        sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size)
+        options = {
             # FlashInfer counts the positions to the left of a token, without the token itself.
-            window_left=shape.window - 1 if shape.window else -1,
-            sm_scale=shape.scale,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
-            **causal,
-        )
+            "window_left": shape.window - 1 if shape.window else -1,
+            "sm_scale": shape.scale,
+            "q_data_type": shape.dtype,
+            "kv_data_type": shape.dtype,
+        }
+        if self._graph_rows is None:
+            wrapper.plan(tables.query_starts_S1, *context, *sizes, causal=True, **options)
+        else:
+            wrapper.plan(*context, *sizes, **options)
         return wrapper
 
     def _wrapper(self, shape: AttentionShape) -> Any:
