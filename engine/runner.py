@@ -6,21 +6,18 @@ from pathlib import Path
 
 import torch
 
+from engine.attention.base import LayerWritten
 from engine.attention.kv_cache import KVCache, KVLayout, PoolBuffer
 from engine.attention.select import select_backend
 from engine.core.sampling import SamplingParams
 from engine.core.step import SampledToken, SequenceKey, SequenceStep, StepPlan, StepResult
 from engine.model.config import ModelConfig, kv_block_size_bytes, resolve_dtype
-from engine.model.linear import padded_num_rows
-from engine.model.llama import LayerWritten, LlamaModel
+from engine.model.decoder import DecoderModel
 from engine.model.sampler import Sampler
 from engine.model.weights import LoadProgress, load_weights
-from engine.step_tensors import StepTensorBuilder, StepTensors
+from engine.step_tensors import StepTensorBuilder
 
 __all__ = ["Runner", "kv_block_size_bytes"]
-
-# Batch sizes whose kernels are compiled before the first request; larger ones are compiled when they occur.
-_WARM_UP_NUM_TOKENS = 64
 
 
 class Runner:
@@ -29,15 +26,17 @@ class Runner:
     The number of threads of torch itself is the process's business (`torch.set_num_threads`, once, at its entry).
     """
 
-    def __init__(self, model: LlamaModel, cache: KVCache) -> None:
+    def __init__(self, model: DecoderModel) -> None:
         self.config = model.config
-        self.cache = cache
+        self.cache = model.cache
         self._model = model
-        self._sampler = Sampler(model.config.eos_token_ids)
+        self._sampler = Sampler(model.config.eos_token_ids, model.backend.argmax)
+        layout = model.cache.layout
         self._builder = StepTensorBuilder(
-            block_size=cache.layout.block_size,
-            num_blocks=cache.layout.num_blocks,
-            max_positions=model.config.max_position_embeddings,
+            vocab_size=model.config.vocab_size,
+            block_size=layout.block_size,
+            num_blocks=layout.num_blocks,
+            max_positions=min(model.config.max_position_embeddings, layout.num_blocks * layout.block_size),
         )
 
     @classmethod
@@ -72,8 +71,7 @@ class Runner:
         backend = select_backend(num_threads)
         with torch.inference_mode():
             weights = load_weights(Path(model_dir), config, dtype_name, progress)
-            model = LlamaModel(config, dtype_name, weights, backend)
-        return cls(model, cache)
+            return cls(DecoderModel(config, dtype_name, weights, backend, cache))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, on_layer_written: LayerWritten | None = None) -> StepResult:
@@ -83,15 +81,18 @@ class Runner:
 
         Raises NonFiniteLogitsError if the model's output is not finite.
         """
-        tokens: list[SampledToken | None] = [None] * len(plan.sequences)
-        if plan.sequences:
-            sampling = [index for index, sequence in enumerate(plan.sequences) if sequence.sample]
-            tensors = self._builder.build(plan)
-            logits_RV = self._forward(tensors, tensors.last_rows_S[sampling], on_layer_written)
-            drawn = self._sampler.sample(logits_RV, [plan.sequences[index] for index in sampling])
-            for index, token in zip(sampling, drawn, strict=True):
-                tokens[index] = token
-        return StepResult(step_id=plan.step_id, tokens=tokens)
+        if not plan.sequences:
+            return StepResult(step_id=plan.step_id)
+        logits_RV = self._model.forward(self._builder.build(plan), on_layer_written)
+        sampling = [sequence for sequence in plan.sequences if sequence.sample]
+        drawn = self._sampler.sample(logits_RV, sampling) if sampling else []
+        if len(drawn) == len(plan.sequences):
+            return StepResult(step_id=plan.step_id, tokens=[*drawn])
+        tokens = iter(drawn)
+        return StepResult(
+            step_id=plan.step_id,
+            tokens=[next(tokens) if sequence.sample else None for sequence in plan.sequences],
+        )
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
@@ -99,24 +100,16 @@ class Runner:
 
         For tests that force the tokens and compare distributions.
         """
-        tensors = self._builder.build(plan)
-        return self._forward(tensors, tensors.last_rows_S, None)
+        return self._model.forward(self._builder.build(plan, every_sequence=True)).clone()
 
     def warm_up(self, max_num_tokens: int) -> None:
-        """Run steps of the common sizes, and of `max_num_tokens`, so that no request waits for compilation.
+        """Run a step of one token and one of `max_num_tokens`, so that no request waits for memory to be taken.
 
         Overwrites block 0 of the pool: call it before the pool holds anything.
         """
-        sizes = {padded_num_rows(count) for count in range(1, min(_WARM_UP_NUM_TOKENS, max_num_tokens) + 1)}
-        for step_id, num_tokens in enumerate(sorted(sizes | {max_num_tokens})):
-            sample = num_tokens <= _WARM_UP_NUM_TOKENS
-            sequences = [_warm_up_sequence(choice, sample) for choice in range(num_tokens)]
+        for step_id, num_tokens in enumerate((1, max_num_tokens)):
+            sequences = [_warm_up_sequence(choice, sample=choice == 0) for choice in range(num_tokens)]
             self.run(StepPlan(step_id=step_id, sequences=sequences))
-
-    def _forward(
-        self, tensors: StepTensors, rows_R: torch.Tensor, on_layer_written: LayerWritten | None
-    ) -> torch.Tensor:
-        return self._model.forward(tensors.ids_T, tensors.batch, self.cache, rows_R, on_layer_written)
 
 
 def _warm_up_sequence(choice: int, sample: bool) -> SequenceStep:

@@ -18,7 +18,7 @@ Axes: R sampled rows, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from engine.core.step import SampledToken, SequenceStep
 from engine.model.philox import uniform
 
 _Float32 = npt.NDArray[np.float32]
+Argmax = Callable[[torch.Tensor], tuple[list[int], list[float]]]
 
 _LEAST_REPETITION_PENALTY = 1e-30
 """Smaller ones do the same, but logits divided by them would not fit float32: an infinity fails the whole step."""
@@ -39,10 +40,16 @@ class NonFiniteLogitsError(ArithmeticError):
 
 
 class Sampler:
-    """Stateless but for the model's end-of-sequence ids."""
+    """Stateless.
 
-    def __init__(self, eos_token_ids: Sequence[int]) -> None:
+    Args:
+        eos_token_ids: the model's end-of-sequence ids.
+        argmax: `engine.attention.base.Backend.argmax`.
+    """
+
+    def __init__(self, eos_token_ids: Sequence[int], argmax: Argmax) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
+        self._argmax = argmax
 
     def sample(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[SampledToken]:
         """One token for each row of float32 `logits_RV`, which belongs to `steps` of the same index.
@@ -85,14 +92,14 @@ class Sampler:
             logits_V[banned] = float("-inf")
 
     def _choose(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[int]:
-        top_R, greedy_R = logits_RV.max(dim=-1)  # the first index among equals
-        for step, is_finite in zip(steps, top_R.isfinite().tolist(), strict=True):
-            if not is_finite:
+        greedy_R, top_R = self._argmax(logits_RV)
+        for step, top in zip(steps, top_R, strict=True):
+            if not math.isfinite(top):
                 raise NonFiniteLogitsError(f"logits of {step.key} at output position {step.position} are not finite")
         # Drawn row by row, not all at once: a row's weights and sums then stay in the cache.
         return [
             greedy if step.sampling.is_greedy else _draw(logits_V, step)
-            for greedy, logits_V, step in zip(greedy_R.tolist(), logits_RV.numpy(), steps, strict=True)
+            for greedy, logits_V, step in zip(greedy_R, logits_RV.numpy(), steps, strict=True)
         ]
 
 
