@@ -248,6 +248,7 @@ class WorkerHello:
     """A worker registers. Fields of the compatibility hash are repeated in the clear for error messages.
 
     `compatibility` must agree between all workers of a cluster (model fingerprint, dtype, block size, layout).
+    `engine` says what computes the model, for people to read.
     """
 
     ref: WorkerRef
@@ -263,6 +264,7 @@ class WorkerHello:
     max_model_tokens: int
     load: WorkerLoad
     inventory: tuple[AttemptId, ...] = ()
+    engine: str = "native"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ class WorkerView:
     host: str
     pid: int
     model: str
+    engine: str
     token_address: str
     transports: tuple[str, ...]
     silent_ms: int

@@ -67,6 +67,7 @@ def _worker_status(worker: WorkerView) -> admin_pb2.WorkerStatus:
         heartbeat_age_ms=worker.silent_ms,
         token_address=worker.token_address,
         transports=worker.transports,
+        engine=worker.engine,
     )
 
 

@@ -33,6 +33,7 @@ def worker_view(name: str, pool: str, role: Role) -> WorkerView:
         host="h",
         pid=4711,
         model="tiny",
+        engine="native",
         token_address="h:1",
         transports=("shm",),
         silent_ms=3,
@@ -66,6 +67,7 @@ def test_a_worker_that_is_not_registered_is_down() -> None:
     lost, ready = status(prefill=(worker_view("p-1", "p", Role.PREFILL),)).pools[0].workers
     assert lost == admin_pb2.WorkerStatus(name="p-0", role="prefill", state="down")
     assert (ready.name, ready.state, ready.incarnation, ready.pid) == ("p-1", "ready", 17, 4711)
+    assert ready.engine == "native"
 
 
 def test_workers_are_told_in_the_order_of_their_numbers() -> None:

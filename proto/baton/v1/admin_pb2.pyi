@@ -124,6 +124,7 @@ class WorkerStatus(_message.Message):
     HEARTBEAT_AGE_MS_FIELD_NUMBER: _builtins.int
     TOKEN_ADDRESS_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
     state: _builtins.str
@@ -138,6 +139,8 @@ class WorkerStatus(_message.Message):
     heartbeat_age_ms: _builtins.int
     """Age of the last heartbeat."""
     token_address: _builtins.str
+    engine: _builtins.str
+    """What computes the model: "native", or "transformers (NAME)" with the name of the model's class there."""
     @_builtins.property
     def blocks(self) -> Global___BlockCounts: ...
     @_builtins.property
@@ -157,10 +160,11 @@ class WorkerStatus(_message.Message):
         heartbeat_age_ms: _builtins.int = ...,
         token_address: _builtins.str = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "heartbeat_age_ms", b"heartbeat_age_ms", "host", b"host", "incarnation", b"incarnation", "name", b"name", "num_running", b"num_running", "num_waiting", b"num_waiting", "pid", b"pid", "role", b"role", "state", b"state", "token_address", b"token_address", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "engine", b"engine", "heartbeat_age_ms", b"heartbeat_age_ms", "host", b"host", "incarnation", b"incarnation", "name", b"name", "num_running", b"num_running", "num_waiting", b"num_waiting", "pid", b"pid", "role", b"role", "state", b"state", "token_address", b"token_address", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
