@@ -63,31 +63,36 @@ def reference(model: PackagedModel = SMOLLM2) -> dict[str, Any]:
     return content
 
 
-def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of a checkpoint of the Llama family without biases."""
     hidden, mlp = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    by_suffix: dict[str, tuple[int, ...]] = {
-        "norm.weight": (hidden,),
-        "layernorm.weight": (hidden,),
-        "embed_tokens.weight": (config.vocab_size, hidden),
-        "lm_head.weight": (config.vocab_size, hidden),
-        "q_proj.weight": (query, hidden),
-        "k_proj.weight": (kv, hidden),
-        "v_proj.weight": (kv, hidden),
-        "o_proj.weight": (hidden, query),
-        "gate_proj.weight": (mlp, hidden),
-        "up_proj.weight": (mlp, hidden),
-        "down_proj.weight": (hidden, mlp),
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (query, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, query),
+        "mlp.gate_proj": (mlp, hidden),
+        "mlp.up_proj": (mlp, hidden),
+        "mlp.down_proj": (hidden, mlp),
     }
-    return next(shape for suffix, shape in by_suffix.items() if name.endswith(suffix))
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for index in range(config.num_layers):
+        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
 
 
 def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
     """Weights large enough that a tiny model's greedy tokens vary."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name in tensor_names(config):
-        values = torch.randn(tensor_shape(name, config), generator=generator) * 0.3
+    for name, shape in tensor_shapes(config).items():
+        values = torch.randn(shape, generator=generator) * 0.3
         tensors[name] = values + 1.0 if "norm" in name else values
     return tensors
 
