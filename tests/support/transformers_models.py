@@ -115,6 +115,20 @@ def make_model(case: str, seed: int) -> Any:
     return model.eval()
 
 
+def make_model_with_images() -> Any:
+    """A Gemma 3 whose text decoder is the case "gemma3"."""
+    import transformers
+
+    text = CASES["gemma3"][1]
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    randomise(model, seed=0)
+    return model
+
+
 def randomise(model: Any, seed: int) -> None:
     """Norms around what leaves values as they are, which is 0 where a family adds 1 to them.
 
