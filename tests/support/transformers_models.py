@@ -6,8 +6,6 @@ rotary embeddings. Only a test that needs them imports transformers.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +145,6 @@ def save_model(model: Any, directory: Path, **options: Any) -> None:
     model.generation_config.eos_token_id = None
     model.config.eos_token_id = None
     model.save_pretrained(directory, **options)
-
-
-def edit_config(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    path = directory / "config.json"
-    raw = json.loads(path.read_text())
-    change(raw)
-    path.write_text(json.dumps(raw))
 
 
 def prompts(vocab_size: int = VOCAB_SIZE) -> list[list[int]]:

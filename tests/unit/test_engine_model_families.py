@@ -24,6 +24,7 @@ from tests.support.transformers_models import (
     generate,
     logits,
     make_model,
+    make_model_with_images,
     prompts,
     save_model,
 )
@@ -101,6 +102,15 @@ def test_logits_are_those_of_transformers(tmp_path: Path, case: str, seed: int, 
     found_SV = runner.logits(StepPlan(step_id=1, sequences=second))
     expected_SV = torch.stack([logits(model, prompt)[-1] for prompt in asked])
     assert float((found_SV - expected_SV).abs().max()) < LOGITS_TOLERANCE
+
+
+def test_text_alone_of_a_model_with_images(tmp_path: Path) -> None:
+    model = make_model_with_images()
+    save_model(model, tmp_path)
+    runner = make_runner(tmp_path, TorchReferenceBackend())
+    for prompt in prompts():
+        found_SV = runner.logits(StepPlan(step_id=0, sequences=[make_step(prompt, 0, range(10))]))
+        assert float((found_SV[0] - logits(model, prompt)[-1]).abs().max()) < LOGITS_TOLERANCE
 
 
 @pytest.mark.parametrize("case", CASES)
