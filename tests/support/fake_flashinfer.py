@@ -17,11 +17,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 class FakeFlashInfer:
-    """Stands in for the module `flashinfer`. `log` names the calls, in order."""
+    """Stands in for the module `flashinfer`."""
 
     def __init__(self, device: HostDevice) -> None:
         self.device = device
-        self.log: list[str] = []
 
     def BatchPrefillWithPagedKVCacheWrapper(self, *args: Any, **kwargs: Any) -> _Prefill:
         return _Prefill(self, *args, **kwargs)
@@ -57,7 +56,7 @@ class FakeFlashInfer:
                 low, high = heads_TYD.float().chunk(2, dim=-1)
                 heads_TYD.copy_(torch.cat([low * cos_T1h - high * sin_T1h, high * cos_T1h + low * sin_T1h], dim=-1))
 
-        self._launch("rope", kernel)
+        self.device.launch(kernel)
 
     def _activate(self, input: torch.Tensor, out: torch.Tensor, function: Any) -> torch.Tensor:
         # The kernel takes rows to lie one after the other, whatever the strides say.
@@ -68,12 +67,8 @@ class FakeFlashInfer:
             gate, up = input.float().chunk(2, dim=-1)
             out.copy_(function(gate) * up)
 
-        self._launch("activation", kernel)
-        return out
-
-    def _launch(self, name: str, kernel: Any) -> None:
-        self.log.append(name)
         self.device.launch(kernel)
+        return out
 
 
 class _Wrapper:
@@ -84,6 +79,7 @@ class _Wrapper:
         assert kv_layout == "HND" and backend == "fa2"
         self._library = library
         self._planned: dict[str, Any] | None = None
+        self._schedule = torch.empty(0)
 
     def _plan(
         self,
@@ -120,7 +116,9 @@ class _Wrapper:
             "sm_scale": sm_scale,
             "dtype": q_data_type,
         }
-        library.log.append("plan")
+        # The schedule that the kernel follows is made here and copied to where it stays; tables alone are not enough.
+        self._schedule = torch.cat([query_starts, indptr, last_page_len])
+        library.device.queue_copy()
 
     def _run(self, q: torch.Tensor, paged_kv_cache: Any, out: torch.Tensor, tables: Any) -> torch.Tensor:
         planned = self._planned
@@ -130,7 +128,14 @@ class _Wrapper:
         assert q.shape == out.shape == planned["shape"] and q.stride(-1) == 1 and out.is_contiguous()
         assert k.shape == v.shape and k.shape[1:] == planned["page"]
         assert k.stride() == v.stride() and k.stride(-1) == 1
-        self._library._launch("attention", lambda: _attend(q, k, v, out, *tables, planned))
+
+        def kernel() -> None:
+            query_starts, indptr, _indices, last_page_len = tables
+            schedule = torch.cat([query_starts, indptr, last_page_len])
+            assert torch.equal(schedule, self._schedule), "the tables are not those that were planned for"
+            _attend(q, k, v, out, *tables, planned)
+
+        self._library.device.launch(kernel)
         return out
 
 

@@ -35,15 +35,20 @@ class HostDevice:
     def staging(self, num_elements: int) -> torch.Tensor:
         return torch.empty(num_elements, dtype=torch.int64)
 
+    def queue_copy(self) -> None:
+        """Somebody copies from host memory that is used again in the next step."""
+        assert not self.is_recording
+        self._unmarked_copies = True
+
     def mark_copies(self) -> None:
         self._unmarked_copies = False
 
     def wait_for_copies(self) -> None:
         assert not self._unmarked_copies, "copies were queued that nobody waits for"
-        self._unmarked_copies = True
 
     def synchronize(self) -> None:
-        assert not self.is_recording, "waiting is not recorded"
+        assert not self.is_recording, "waiting cannot be recorded"
+        self._unmarked_copies = False
         self.num_synchronizations += 1
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
