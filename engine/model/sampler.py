@@ -31,7 +31,7 @@ from engine.model.philox import uniform
 _Float32 = npt.NDArray[np.float32]
 Argmax = Callable[[torch.Tensor], tuple[list[int], list[float]]]
 
-_LEAST_REPETITION_PENALTY = 1e-30
+LEAST_REPETITION_PENALTY = 1e-30
 """Smaller ones do the same, but logits divided by them would not fit float32: an infinity fails the whole step."""
 
 
@@ -81,7 +81,7 @@ class Sampler:
         if params.repetition_penalty != 1.0:
             seen = torch.from_numpy(np.unique(np.array(step.prompt_ids + step.output_ids, dtype=np.int64)))
             values = logits_V[seen]
-            penalty = max(params.repetition_penalty, _LEAST_REPETITION_PENALTY)
+            penalty = max(params.repetition_penalty, LEAST_REPETITION_PENALTY)
             logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
         if (params.frequency_penalty or params.presence_penalty) and step.output_ids:
             emitted, counts = np.unique(np.array(step.output_ids, dtype=np.int64), return_counts=True)
