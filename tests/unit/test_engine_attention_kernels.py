@@ -5,8 +5,10 @@ Random shapes, block tables, head counts, lengths and windows; both dtypes; ever
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -65,11 +67,11 @@ def poison_unwritten(layer_BKCSD: torch.Tensor, batch: StepBatch, spans: Spans) 
     block_size = layer_BKCSD.shape[3]
     owned = torch.zeros(layer_BKCSD.shape[0] * block_size, dtype=torch.bool)
     for sequence, (start, count) in enumerate(spans):
-        table = batch.block_tables[int(batch.table_starts_S[sequence]) :]
-        for position in range(start + count):
-            owned[int(table[position // block_size]) * block_size + position % block_size] = True
-    for slot in (~owned).nonzero().flatten().tolist():
-        layer_BKCSD[slot // block_size, :, :, slot % block_size] = float("nan")
+        table = batch.block_tables[int(batch.table_starts_S[sequence]) :].long()
+        positions = torch.arange(start + count)
+        owned[table[positions // block_size] * block_size + positions % block_size] = True
+    slots = (~owned).nonzero().flatten()
+    layer_BKCSD[slots // block_size, :, :, slots % block_size] = float("nan")
 
 
 def run_native(backend: NativeCpuBackend, batch: StepBatch, body: Callable[[Backend], None]) -> None:
@@ -101,14 +103,20 @@ SPAN_KINDS: dict[str, Spans] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("window", [0, 1, 50])
-@pytest.mark.parametrize("kind", SPAN_KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attention_matches_reference(
-    isa: str, dtype: DtypeName, window: int, kind: str, shape: tuple[int, int, int, int]
-) -> None:
-    num_heads, num_kv_heads, head_dim, block_size = shape
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCase:
+    batch: StepBatch
+    qkv_TX: torch.Tensor
+    layer_BKCSD: torch.Tensor
+    scale: float
+    expected_TX: torch.Tensor
+
+
+@functools.cache
+def attention_case(
+    dtype: DtypeName, window: int, kind: str, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> AttentionCase:
+    """Random inputs and what the reference makes of them: once for all instruction sets."""
     spans = SPAN_KINDS[kind]
     batch, num_blocks = spans_batch(block_size, spans, seed=1)
     generator = torch.Generator().manual_seed(2)
@@ -116,15 +124,32 @@ def test_attention_matches_reference(
     poison_unwritten(layer, batch, spans)
     width = (num_heads + 2 * num_kv_heads) * head_dim
     qkv = (torch.randn(batch.num_tokens, width, generator=generator) * 2).to(TORCH_DTYPES[dtype])
-    scale = 0.7 * head_dim**-0.5
     expected = torch.empty(batch.num_tokens, num_heads * head_dim, dtype=qkv.dtype)
-    run_reference(batch, lambda reference: reference.attend(qkv, layer, scale, window, expected))
+    scale = 0.7 * head_dim**-0.5
+    run_reference(batch, lambda backend: backend.attend(qkv, layer, scale, window, expected))
     assert expected.isfinite().all()
-    for num_threads in (1, 3):
-        found = torch.full_like(expected, float("nan"))
-        native = NativeCpuBackend(num_threads, isa)
-        run_native(native, batch, lambda backend, found=found: backend.attend(qkv, layer, scale, window, found))
-        torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    return AttentionCase(batch=batch, qkv_TX=qkv, layer_BKCSD=layer, scale=scale, expected_TX=expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [0, 1, 50])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_matches_reference(
+    isa: str, dtype: DtypeName, window: int, shape: tuple[int, int, int, int]
+) -> None:
+    backends = [NativeCpuBackend(num_threads, isa) for num_threads in (1, 3)]
+    for kind in SPAN_KINDS:
+        case = attention_case(dtype, window, kind, *shape)
+        for backend in backends:
+            found = torch.full_like(case.expected_TX, float("nan"))
+
+            def body(native: Backend, case: AttentionCase = case, found: torch.Tensor = found) -> None:
+                native.attend(case.qkv_TX, case.layer_BKCSD, case.scale, window, found)
+
+            run_native(backend, case.batch, body)
+            torch.testing.assert_close(
+                found, case.expected_TX, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], msg=lambda m, k=kind: f"{k}: {m}"
+            )
 
 
 def test_attention_with_large_scores_stays_finite(isa: str) -> None:
@@ -248,29 +273,30 @@ def test_a_rows_bits_do_not_depend_on_its_company(isa: str, dtype: DtypeName, he
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("norms", [(), ("q",), ("q", "k")], ids=lambda norms: "norms:" + "".join(norms))
-@pytest.mark.parametrize("rotates", [True, False], ids=["rotated", "plain"])
+@pytest.mark.parametrize("norms", ["", "q", "qk"])
 def test_rotary_write_matches_reference(
-    isa: str, dtype: DtypeName, shape: tuple[int, int, int, int], norms: tuple[str, ...], rotates: bool
+    isa: str, dtype: DtypeName, shape: tuple[int, int, int, int], norms: str
 ) -> None:
     num_heads, num_kv_heads, head_dim, block_size = shape
     batch, num_blocks = spans_batch(block_size, SPAN_KINDS["mixed"], seed=9)
     generator = torch.Generator().manual_seed(10)
-    native = make_pool(dtype, num_blocks, num_kv_heads, block_size, head_dim, generator)
-    reference = KVCache(native.layout, native.pool_BLKCSD.clone())
     width = (num_heads + 2 * num_kv_heads) * head_dim
-    qkv = torch.randn(batch.num_tokens, width, generator=generator).to(TORCH_DTYPES[dtype])
-    qkv_reference = qkv.clone()
-    cos_sin = torch.randn(256, head_dim, generator=generator) if rotates else None
+    cos_sin = torch.randn(256, head_dim, generator=generator)
     q_norm, k_norm = (torch.rand(head_dim, generator=generator) if name in norms else None for name in "qk")
+    native = NativeCpuBackend(2, isa)
+    for table in (cos_sin, None):
+        cache = make_pool(dtype, num_blocks, num_kv_heads, block_size, head_dim, generator)
+        expected = KVCache(cache.layout, cache.pool_BLKCSD.clone())
+        qkv = torch.randn(batch.num_tokens, width, generator=generator).to(TORCH_DTYPES[dtype])
+        expected_qkv = qkv.clone()
 
-    def write(backend: Backend, qkv: torch.Tensor, cache: KVCache) -> None:
-        backend.rotary_write(qkv, cos_sin, q_norm, k_norm, 1e-5, cache.layer_BKCSD(1))
+        def write(backend: Backend, qkv: torch.Tensor, cache: KVCache, table: torch.Tensor | None = table) -> None:
+            backend.rotary_write(qkv, table, q_norm, k_norm, 1e-5, cache.layer_BKCSD(1))
 
-    run_reference(batch, lambda backend: write(backend, qkv_reference, reference))
-    run_native(NativeCpuBackend(2, isa), batch, lambda backend: write(backend, qkv, native))
-    query_width = num_heads * head_dim
-    tolerance = 1e-5 if dtype == "float32" else 4e-2  # a last place of values up to 8
-    torch.testing.assert_close(qkv[:, :query_width], qkv_reference[:, :query_width], atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(native.pool_BLKCSD, reference.pool_BLKCSD, atol=tolerance, rtol=tolerance)
-    assert torch.equal(native.pool_BLKCSD[:, 0], reference.pool_BLKCSD[:, 0]), "the other layer is untouched"
+        run_reference(batch, lambda backend, qkv=expected_qkv, cache=expected: write(backend, qkv, cache))
+        run_native(native, batch, lambda backend, qkv=qkv, cache=cache: write(backend, qkv, cache))
+        tolerance = 1e-5 if dtype == "float32" else 4e-2  # a last place of values up to 8
+        queries = slice(0, num_heads * head_dim)
+        torch.testing.assert_close(qkv[:, queries], expected_qkv[:, queries], atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(cache.pool_BLKCSD, expected.pool_BLKCSD, atol=tolerance, rtol=tolerance)
+        assert torch.equal(cache.pool_BLKCSD[:, 0], expected.pool_BLKCSD[:, 0]), "the other layer is untouched"
