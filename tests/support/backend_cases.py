@@ -30,6 +30,16 @@ NUM_ROWS = 16
 MIXED = ((0, 7), (20, 1), (13, 5), (0, 1), (40, 1))
 DECODING = ((20, 1), (3, 1), (0, 1), (40, 1), (15, 1))
 
+STEPS: tuple[tuple[tuple[tuple[int, int], ...], list[int] | None], ...] = (
+    (MIXED, None),
+    (DECODING, None),
+    (MIXED[::-1], [1]),
+    (DECODING[:2], None),
+    (DECODING, [0, 3]),
+    (MIXED, []),
+)
+"""Spans, and the sequences whose logits are wanted. The second, fourth and fifth are worth recording."""
+
 Tensors = dict[str, torch.Tensor]
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Of differences, relative to a tensor's largest element: a backend may round between the parts of an operation."""
@@ -266,6 +276,22 @@ def assert_untouched(actual: torch.Tensor, expected: torch.Tensor, before: torch
     """Runs along the last axis that the reference left alone have kept every bit."""
     untouched = (expected == before).all(dim=-1)
     assert torch.equal(actual.cpu()[untouched], before[untouched]), name
+
+
+def check_layer(tensors: Tensors, batch: StepBatch, shape: LayerShape, before: Tensors) -> None:
+    """Logits and pool after a step of `run_layer` against the reference's, from the same state before it."""
+    expected = reference_run(batch, before, lambda backend, t: run_layer(backend, shape, t))
+    count, dtype = batch.num_selected, before["table"].dtype
+    assert_close(tensors["logits"][:count], expected["logits"][:count], dtype, "logits")
+    pool, expected_pool = tensors["pool"][:NUM_BLOCKS], expected["pool"][:NUM_BLOCKS]
+    assert_close(pool, expected_pool, dtype, "pool")
+    assert_untouched(pool, expected_pool, before["pool"][:NUM_BLOCKS], "pool")
+
+
+def written_slots(pool_BLKCSD: torch.Tensor, before: float) -> set[int]:
+    """Slots of a pool that was filled with one number, where another stands now."""
+    is_written_BS = (pool_BLKCSD != before).any(dim=-1).any(dim=3).any(dim=2).any(dim=1)
+    return set(is_written_BS.flatten().nonzero().flatten().tolist())
 
 
 def assert_operation(operation: Operation, before: Tensors, expected: Tensors, actual: Tensors) -> None:

@@ -45,18 +45,6 @@ def backend(device: HostDevice, library: FakeFlashInfer, monkeypatch: pytest.Mon
     )
 
 
-def check_layer(
-    step: cases.Tensors, batch: StepBatch, shape: cases.LayerShape, before: cases.Tensors, dtype: torch.dtype
-) -> None:
-    """Logits and pool after a step against the reference's, from the same state before it."""
-    expected = cases.reference_run(batch, before, lambda b, t: cases.run_layer(b, shape, t))
-    count = batch.num_selected
-    cases.assert_close(step["logits"][:count], expected["logits"][:count], dtype, "logits")
-    pool, expected_pool = step["pool"][: cases.NUM_BLOCKS], expected["pool"][: cases.NUM_BLOCKS]
-    cases.assert_close(pool, expected_pool, dtype, "pool")
-    cases.assert_untouched(pool, expected_pool, before["pool"][: cases.NUM_BLOCKS], "pool")
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("operation", cases.OPERATIONS, ids=lambda operation: operation.name)
 def test_operation(backend: FlashInferBackend, operation: cases.Operation, dtype: torch.dtype) -> None:
@@ -76,18 +64,11 @@ def test_layer_over_steps_of_all_kinds(
 ) -> None:
     tensors = cases.layer_tensors(shape, dtype)
     step = backend.compile(lambda: cases.run_layer(backend, shape, tensors))
-    batches = [
-        cases.spans_batch(cases.MIXED),
-        cases.spans_batch(cases.DECODING, seed=1),
-        cases.spans_batch(cases.MIXED[::-1], seed=2, selected=[1]),
-        cases.spans_batch(cases.DECODING[:2], seed=3),
-        cases.spans_batch(cases.DECODING, seed=4, selected=[0, 3]),
-        cases.spans_batch(cases.MIXED, seed=5, selected=[]),
-    ]
-    for batch in batches:
+    for seed, (spans, selected) in enumerate(cases.STEPS):
+        batch = cases.spans_batch(spans, seed, selected)
         before = cases.on_device(tensors, HOST)
         step.run(batch)
-        check_layer(tensors, batch, shape, before, dtype)
+        cases.check_layer(tensors, batch, shape, before)
     assert device.num_replays == 3
 
 
@@ -99,7 +80,7 @@ def test_records_each_size_once_and_replays_it(backend: FlashInferBackend, devic
         batch = cases.spans_batch(spans[:num_rows], seed=round_number)
         before = cases.on_device(tensors, HOST)
         step.run(batch)
-        check_layer(tensors, batch, SHAPE, before, torch.bfloat16)
+        cases.check_layer(tensors, batch, SHAPE, before)
     assert device.num_captures == len([1, 2, 4, 8, 16]), "the buffers have room for 16 rows"
     assert device.num_replays == 10
 
@@ -123,9 +104,8 @@ def test_padding_writes_to_the_scratch_block_alone(backend: FlashInferBackend) -
     step = backend.compile(lambda: cases.run_layer(backend, SHAPE, tensors))
     batch = cases.spans_batch(cases.DECODING[:3])
     step.run(batch)
-    written = (tensors["pool"] != 7.0).any(dim=(1, 2, 3, 5)).nonzero().tolist()
-    own = [[slot // cases.BLOCK_SIZE, slot % cases.BLOCK_SIZE] for slot in batch.slots_T.tolist()]
-    assert written == [*sorted(own), [cases.SCRATCH_BLOCK, 0]]
+    scratch_slot = cases.SCRATCH_BLOCK * cases.BLOCK_SIZE
+    assert cases.written_slots(tensors["pool"], 7.0) == {*batch.slots_T.tolist(), scratch_slot}
 
 
 def test_two_shapes_of_attention_in_one_sequence(backend: FlashInferBackend, device: HostDevice) -> None:
@@ -179,7 +159,7 @@ def test_a_sequence_with_work_for_the_host_is_not_recorded(backend: FlashInferBa
         batch = cases.spans_batch(cases.DECODING[:num_rows])
         before = cases.on_device(tensors, HOST)
         step.run(batch)
-        check_layer(tensors, batch, SHAPE, before, torch.bfloat16)
+        cases.check_layer(tensors, batch, SHAPE, before)
     assert called[-3:] == [2, 3, 2]
     assert device.num_captures == device.num_replays == 0
 
@@ -194,7 +174,7 @@ def test_more_rows_than_are_recorded_run_one_operation_after_another(
         batch = cases.spans_batch(spans)
         before = cases.on_device(small, HOST)
         step.run(batch)
-        check_layer(small, batch, SHAPE, before, torch.bfloat16)
+        cases.check_layer(small, batch, SHAPE, before)
         assert device.num_replays == replays
 
 
