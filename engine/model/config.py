@@ -11,7 +11,7 @@ import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from engine.model.config_fields import (
     UnsupportedModelError as UnsupportedModelError,
@@ -42,6 +42,38 @@ DTYPE_SIZE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 FINGERPRINT_SIZE_BYTES = 16
 MAX_SAFETENSORS_HEADER_SIZE_BYTES = 100_000_000
+
+
+class ModelShape(Protocol):
+    """What the rest of Baton needs to know of a model, whatever computes it."""
+
+    @property
+    def engine(self) -> str:
+        """What computes it, for people to read."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+    @property
+    def dtype(self) -> DtypeName:
+        """The checkpoint's own."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def weights_size_bytes(self, dtype: DtypeName) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +170,10 @@ class ModelConfig:
         )
 
     @property
+    def engine(self) -> str:
+        return "native"
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 
@@ -159,7 +195,7 @@ class ModelConfig:
         return self.num_parameters * DTYPE_SIZE_BYTES[dtype]
 
 
-def resolve_dtype(requested: str, config: ModelConfig) -> DtypeName:
+def resolve_dtype(requested: str, config: ModelShape) -> DtypeName:
     """The dtype to compute in: `requested`, or the checkpoint's own where it is "auto"."""
     if requested == "auto":
         return config.dtype
@@ -169,7 +205,7 @@ def resolve_dtype(requested: str, config: ModelConfig) -> DtypeName:
     raise ValueError(f"dtype must be auto, float32 or bfloat16, got {requested!r}")
 
 
-def kv_block_size_bytes(config: ModelConfig, dtype: DtypeName, block_size: int) -> int:
+def kv_block_size_bytes(config: ModelShape, dtype: DtypeName, block_size: int) -> int:
     """Bytes of one block: keys and values of `block_size` tokens, all layers and KV heads."""
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
