@@ -23,6 +23,11 @@ class WorkerPlan:
     num_blocks: int
     cores: tuple[int, ...] | None
 
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that Ray reserves for it; the process sees no other."""
+        return 1 if self.pool.device == "cuda" else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontPlan:

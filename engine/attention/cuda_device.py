@@ -15,7 +15,7 @@ class CudaDevice:
 
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
-        self._copied = torch.cuda.Event()
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._graph_memory = torch.cuda.graph_pool_handle()
 
     def staging(self, num_elements: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ Axes as in `engine.attention.base`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,9 +114,9 @@ class FlashInferBackend:
         self.device.mark_copies()
         self._running = _RunningStep(batch=batch, inputs=inputs, on_layer_written=on_layer_written)
         try:
-            yield self._running
-        except _Stop:
-            pass
+            # Raised where the rest would compute nothing that is used.
+            with suppress(_Stop):
+                yield self._running
         finally:
             self._running = None
 

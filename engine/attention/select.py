@@ -12,8 +12,6 @@ from engine.attention.kv_cache import KVLayout
 from engine.attention.native_library import KernelsUnavailableError
 from engine.attention.torch_reference import TorchReferenceBackend
 
-DeviceName = Literal["auto", "cpu", "cuda"]
-
 _logger = logging.getLogger(__name__)
 
 
@@ -21,11 +19,15 @@ class DeviceUnavailableError(ValueError):
     """The device that was asked for is not here, or cannot serve the model."""
 
 
-def select_device(requested: DeviceName, layout: KVLayout) -> Literal["cpu", "cuda"]:
+def select_device(requested: str, layout: KVLayout) -> Literal["cpu", "cuda"]:
     """The device for a model with such a pool: as requested, and with "auto" a GPU if one can serve it.
 
-    Raises DeviceUnavailableError where "cuda" is requested and is not to be had; the message says why.
+    Raises:
+        DeviceUnavailableError: "cuda" is requested and is not to be had; the message says why.
+        ValueError: something else is requested than auto, cpu or cuda.
     """
+    if requested not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, got {requested!r}")
     if requested == "cpu":
         return "cpu"
     reason = why_not_cuda(layout)
