@@ -6,14 +6,20 @@ from pathlib import Path
 
 import torch
 
-from engine.attention.base import LayerWritten
+from engine.attention.base import Backend, LayerWritten
+from engine.attention.cuda_select import open_cuda
 from engine.attention.kv_cache import KVCache, KVLayout, PoolBuffer
-from engine.attention.select import select_backend
+from engine.attention.select import DeviceUnavailableError, select_backend, select_device
 from engine.core.sampling import SamplingParams
-from engine.core.step import SampledToken, SequenceKey, SequenceStep, StepPlan, StepResult
+from engine.core.step import SequenceKey, SequenceStep, StepPlan, StepResult
 from engine.model.config import ModelConfig, kv_block_size_bytes, resolve_dtype
 from engine.model.decoder import DecoderModel
+from engine.model.device_sampler import DeviceSampler
+from engine.model.placement import on_device
 from engine.model.sampler import Sampler
+from engine.model.select import read_model
+from engine.model.transformers_config import TransformersConfig
+from engine.model.transformers_model import TransformersModel, load_transformers_model
 from engine.model.weights import LoadProgress, load_weights
 from engine.step_tensors import StepTensorBuilder
 
@@ -26,11 +32,15 @@ class Runner:
     The number of threads of torch itself is the process's business (`torch.set_num_threads`, once, at its entry).
     """
 
-    def __init__(self, model: DecoderModel) -> None:
+    def __init__(self, model: DecoderModel | TransformersModel) -> None:
         self.config = model.config
         self.cache = model.cache
         self._model = model
-        self._sampler = Sampler(model.config.eos_token_ids, model.backend.argmax)
+        self._sampler: Sampler | DeviceSampler
+        if model.cache.pool_BLKCSD.device.type == "cpu":
+            self._sampler = Sampler(model.config.eos_token_ids, model.backend.argmax)
+        else:
+            self._sampler = DeviceSampler(model.config.eos_token_ids)
         layout = model.cache.layout
         self._builder = StepTensorBuilder(
             vocab_size=model.config.vocab_size,
@@ -49,6 +59,7 @@ class Runner:
         num_threads: int,
         buffer: PoolBuffer | None = None,
         progress: LoadProgress | None = None,
+        device: str = "cpu",
     ) -> Runner:
         """Load a Hugging Face directory.
 
@@ -56,21 +67,27 @@ class Runner:
             dtype: "float32", "bfloat16", or "auto" for the checkpoint's own; of weights, activations and pool.
             num_blocks, block_size: the pool, of `num_blocks * kv_block_size_bytes(...)` bytes.
             num_threads: threads of the native kernels.
-            buffer: writable memory for the pool, which must outlive the runner; allocated here if not given.
+            buffer: writable memory for the pool, which must outlive the runner; allocated here if not given. It is the
+                host's, so that the device can only be the CPU.
             progress: called with the bytes of weights read so far, and in all.
+            device: what computes: "cpu", "cuda", or "auto" for a GPU if there is one that can serve the model.
 
         Raises:
             FileNotFoundError: there is no config.json.
             ModelWeightsError: the weights are missing, damaged or do not fit the configuration.
-            ValueError: the configuration is not supported, or an argument is out of range.
+            UnsupportedModelError: neither Baton's own code nor that of transformers can compute the model.
+            DeviceUnavailableError: the device is "cuda", and cannot serve the model.
+            ValueError: a field of the configuration is malformed, or an argument is out of range.
         """
-        config = ModelConfig.from_directory(model_dir)
+        config = read_model(model_dir)
         dtype_name = resolve_dtype(dtype, config)
         layout = KVLayout.for_model(config, dtype=dtype_name, num_blocks=num_blocks, block_size=block_size)
-        cache = KVCache.allocate(layout) if buffer is None else KVCache.from_buffer(buffer, layout)
-        backend = select_backend(num_threads)
+        cache, backend = _pool_and_backend(config, layout, device, buffer, num_threads)
+        if isinstance(config, TransformersConfig):
+            return cls(load_transformers_model(Path(model_dir), config, dtype_name, backend, cache))
         with torch.inference_mode():
             weights = load_weights(Path(model_dir), config, dtype_name, progress)
+            weights = on_device(weights, cache.pool_BLKCSD.device)
             return cls(DecoderModel(config, dtype_name, weights, backend, cache))
 
     @torch.inference_mode()
@@ -110,6 +127,25 @@ class Runner:
         for step_id, num_tokens in enumerate((1, max_num_tokens)):
             sequences = [_warm_up_sequence(choice, sample=choice == 0) for choice in range(num_tokens)]
             self.run(StepPlan(step_id=step_id, sequences=sequences))
+
+
+def _pool_and_backend(
+    config: ModelConfig | TransformersConfig,
+    layout: KVLayout,
+    device: str,
+    buffer: PoolBuffer | None,
+    num_threads: int,
+) -> tuple[KVCache, Backend]:
+    """The pool in the memory of the device that computes."""
+    if device == "cuda" and buffer is not None:
+        raise DeviceUnavailableError("device: cuda keeps keys and values in its own memory, not in one it is given")
+    if device == "cuda" and isinstance(config, TransformersConfig):
+        raise DeviceUnavailableError("device: cuda serves Baton's own model families, not those of transformers")
+    serves_from_host = buffer is not None or isinstance(config, TransformersConfig)
+    if not serves_from_host and select_device(device, layout) == "cuda":
+        return open_cuda(layout, config.max_position_embeddings)
+    cache = KVCache.allocate(layout) if buffer is None else KVCache.from_buffer(buffer, layout)
+    return cache, select_backend(num_threads)
 
 
 def _warm_up_sequence(choice: int, sample: bool) -> SequenceStep:

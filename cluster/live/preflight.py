@@ -13,9 +13,10 @@ import psutil
 
 from cluster.core.config import ClusterConfig, ModelConfig, PoolConfig
 from cluster.live.config_file import ClusterFile
-from engine.model import config as model_files
+from engine.model.config import resolve_dtype
 from engine.model.importer import is_complete
 from engine.model.packaged_models import PACKAGED_MODELS
+from engine.model.select import read_model
 from kv_transfer.protocol.layout import KVLayout, LayerGroup
 
 WORKER_BYTES: Final = 700 * 10**6
@@ -75,7 +76,7 @@ def check_model(file: ClusterFile, models_dir: Path) -> ModelFacts:
         missing = "has no config.json" if directory.is_dir() else "does not exist"
         raise file.error(key, f"{directory}, which {missing}", "a Hugging Face model directory")
     try:
-        shape = model_files.ModelConfig.from_directory(directory)
+        shape = read_model(directory)
     except (OSError, ValueError) as error:
         raise file.error(key, f"a model that cannot be used ({error})", "one that Baton can serve") from error
     if not any(directory.glob("*.safetensors")):
@@ -89,7 +90,7 @@ def check_model(file: ClusterFile, models_dir: Path) -> ModelFacts:
     )
     facts = ModelFacts(
         directory=directory,
-        weights_bytes=shape.weights_size_bytes(model_files.resolve_dtype(model.dtype, shape)),
+        weights_bytes=shape.weights_size_bytes(resolve_dtype(model.dtype, shape)),
         block_bytes=layout.block_size_bytes,
         max_model_tokens=model.max_model_tokens or shape.max_position_embeddings,
     )
@@ -128,11 +129,13 @@ def memory_need(config: ClusterConfig, facts: ModelFacts) -> MemoryNeed:
     fixed_worker_bytes = facts.weights_bytes + WORKER_BYTES
     return MemoryNeed(
         fixed_bytes=CONTROL_PLANE_BYTES,
-        pools=tuple(
-            (pool, fixed_worker_bytes + num_kv_blocks(pool, facts.block_bytes) * facts.block_bytes)
-            for pool in config.pools
-        ),
+        pools=tuple((pool, fixed_worker_bytes + _host_kv_bytes(pool, facts)) for pool in config.pools),
     )
+
+
+def _host_kv_bytes(pool: PoolConfig, facts: ModelFacts) -> int:
+    """One worker's KV pool, as far as it takes memory of the machine and not of a GPU."""
+    return num_kv_blocks(pool, facts.block_bytes) * facts.block_bytes if pool.device == "cpu" else 0
 
 
 def what_fits(config: ClusterConfig, facts: ModelFacts, available_bytes: int) -> str:
