@@ -119,13 +119,16 @@ class Runner:
         """
         return self._model.forward(self._builder.build(plan, every_sequence=True)).clone()
 
-    def warm_up(self, max_num_tokens: int) -> None:
-        """Run a step of one token and one of `max_num_tokens`, so that no request waits for memory to be taken.
+    def warm_up(self, max_num_tokens: int, max_num_rows: int) -> None:
+        """Run a step of `max_num_tokens` and one of a single token, so that no request waits for memory to be taken.
+
+        On a GPU this compiles kernels and records decode batches too. `max_num_rows` is how many sequences may sample
+        in one step: the logits' buffer is made for them, since what is recorded goes with it when it grows.
 
         Overwrites block 0 of the pool: call it before the pool holds anything.
         """
-        for step_id, num_tokens in enumerate((1, max_num_tokens)):
-            sequences = [_warm_up_sequence(choice, sample=choice == 0) for choice in range(num_tokens)]
+        for step_id, num_tokens in enumerate((max_num_tokens, 1)):
+            sequences = [_warm_up_sequence(choice, sample=choice < max_num_rows) for choice in range(num_tokens)]
             self.run(StepPlan(step_id=step_id, sequences=sequences))
 
 

@@ -106,7 +106,7 @@ def load_engine(settings: WorkerSettings, profile: RoleProfile) -> Engine:
             buffer=pool.buffer if takes_pushes else None,
             device=settings.device,
         )
-        runner.warm_up(settings.max_step_tokens)
+        runner.warm_up(settings.max_step_tokens, settings.max_running)
     except BaseException:
         pool.close()
         raise

@@ -27,7 +27,7 @@ def test_generated_tokens_are_as_likely_as_the_hosts(tmp_path: Path) -> None:
     """Prompts in chunks beside decoding sequences, whose number changes; each token judged by the host's engine."""
     write_tiny_model(tmp_path, head_dim=64, num_attention_heads=6, num_key_value_heads=2, dtype="bfloat16")
     runner = Runner.from_directory(tmp_path, "bfloat16", 100, BLOCK_SIZE, 1, device="cuda")
-    runner.warm_up(32)
+    runner.warm_up(32, 6)
     prompts = [[3, 9, 4, 1, 5] * 9, [7], [11, 12, 13, 60], [8] * 17, [5, 6], [70, 71, 72] * 5]
     outputs = GreedyLoop(runner, chunk_size=32, max_running=6).generate(prompts, max_tokens=40)
     host = Runner.from_directory(tmp_path, "bfloat16", 100, BLOCK_SIZE, 1)
@@ -42,7 +42,7 @@ def test_generated_tokens_are_as_likely_as_the_hosts(tmp_path: Path) -> None:
 def test_real_model_agrees_where_the_margin_is_not_a_near_tie(model_dir: Path) -> None:
     """Forced along the committed float32 tokens, prompt in one chunk and then token by token, through recordings."""
     runner = Runner.from_directory(model_dir, "bfloat16", 400, BLOCK_SIZE, 1, device="cuda")
-    runner.warm_up(512)
+    runner.warm_up(512, 40)
     num_positions, num_far = 0, 0
     for entry in reference()["prompts"][::5]:
         ids, output, table = entry["prompt_ids"], entry["output_ids"], list(range(140))
@@ -59,7 +59,7 @@ def test_real_model_generates_the_committed_tokens_up_to_near_ties(model_dir: Pa
     """Greedy, many at once. A near-tie may lead an answer astray, so each is compared up to its first one."""
     entries = [entry for entry in reference()["prompts"] if len(entry["prompt_ids"]) <= 512]
     runner = Runner.from_directory(model_dir, "bfloat16", 1500, BLOCK_SIZE, 1, device="cuda")
-    runner.warm_up(512)
+    runner.warm_up(512, 40)
     loop = GreedyLoop(runner, chunk_size=512, max_running=40)
     outputs = loop.generate([entry["prompt_ids"] for entry in entries], max_tokens=64)
     assert loop.max_batch == 40

@@ -136,7 +136,7 @@ def test_a_model_answers_as_it_does_on_the_cpu(model_dir: Path, device: HostDevi
     """Every token is the likeliest in the eyes of the CPU's engine too, or as good as that in bfloat16."""
     runner = Runner.from_directory(model_dir, "bfloat16", 60, BLOCK_SIZE, 1, device="cuda")
     runner._sampler = DeviceSampler(runner.config.eos_token_ids)  # the host's would be chosen for the host's memory
-    runner.warm_up(16)
+    runner.warm_up(16, 5)
     prompts = [[3, 9, 4, 1, 5] * 3, [7], [11, 12, 13, 60], [8] * 9, [5, 6]]
     outputs = GreedyLoop(runner, chunk_size=16, max_running=5).generate(prompts, max_tokens=12)
     assert device.num_replays > 8 and all(outputs)
