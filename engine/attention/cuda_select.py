@@ -39,8 +39,15 @@ def why_not_cuda(layout: KVLayout) -> str | None:
 
 
 def open_cuda(layout: KVLayout, max_sequence_tokens: int) -> tuple[KVCache, FlashInferBackend]:
-    """A pool in the GPU's memory, and the backend for it. `why_not_cuda` has found no reason against it."""
+    """A pool in the GPU's memory, and the backend for it. `why_not_cuda` has found no reason against it.
+
+    Raises ValueError if the pool does not fit.
+    """
     device = CudaDevice()
+    free_bytes, _ = torch.cuda.mem_get_info(device.device)
+    if layout.size_bytes > free_bytes:
+        free, needed = (f"{size_bytes / 2**30:.1f}GiB" for size_bytes in (free_bytes, layout.size_bytes))
+        raise ValueError(f"num_blocks: a KV pool of {needed} is more than the {free} that the GPU has free")
     cache = KVCache.allocate(layout, device.device, num_scratch_blocks=1)
     backend = FlashInferBackend(
         load_flashinfer(),

@@ -39,6 +39,12 @@ def test_generated_tokens_are_as_likely_as_the_hosts(tmp_path: Path) -> None:
             assert logits[token] >= logits.max() - 0.03 * logits.abs().max()
 
 
+def test_a_pool_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, head_dim=64, dtype="bfloat16")
+    with pytest.raises(ValueError, match="num_blocks: a KV pool of .*GiB is more than"):
+        Runner.from_directory(tmp_path, "bfloat16", 10**8, BLOCK_SIZE, 1, device="cuda")
+
+
 def test_real_model_agrees_where_the_margin_is_not_a_near_tie(model_dir: Path) -> None:
     """Forced along the committed float32 tokens, prompt in one chunk and then token by token, through recordings."""
     runner = Runner.from_directory(model_dir, "bfloat16", 400, BLOCK_SIZE, 1, device="cuda")
