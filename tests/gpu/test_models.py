@@ -41,7 +41,7 @@ def test_generated_tokens_are_as_likely_as_the_hosts(tmp_path: Path) -> None:
 
 def test_a_pool_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, head_dim=64, dtype="bfloat16")
-    with pytest.raises(ValueError, match="num_blocks: a KV pool of .*GiB is more than"):
+    with pytest.raises(ValueError, match=r"num_blocks: a KV pool of .*GiB is more than"):
         Runner.from_directory(tmp_path, "bfloat16", 10**8, BLOCK_SIZE, 1, device="cuda")
 
 
