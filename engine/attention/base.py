@@ -6,8 +6,8 @@ kernels, or as a CUDA graph. So an operation's arguments are whole buffers with 
 count is a property of the step (`Rows`), known only when it runs.
 
 Axes: T tokens of the step, R rows whose logits are wanted, N rows of either kind, H query heads, K key/value heads,
-D head dimension, E hidden size, F intermediate size, X a fused output, V vocabulary, I inputs, O outputs; a layer of the
-pool is a view [B, K, C, S, D] as in `engine.attention.kv_cache`. Activations have the model's dtype unless said
+D head dimension, E hidden size, F intermediate size, X a fused output, V vocabulary, I inputs, O outputs; a layer of
+the pool is a view [B, K, C, S, D] as in `engine.attention.kv_cache`. Activations have the model's dtype unless said
 otherwise. Weights of norms and biases are float32: they are small, and nothing is lost where a family scales by 1 + w.
 """
 

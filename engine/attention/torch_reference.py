@@ -8,6 +8,7 @@ head.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -40,9 +41,8 @@ class TorchReferenceBackend:
         assert self._batch is None, "a step is running already"
         self._batch, self._on_layer_written = batch, on_layer_written
         try:
-            body()
-        except _Stop:
-            pass
+            with contextlib.suppress(_Stop):  # raised where nothing is left to do
+                body()
         finally:
             self._batch, self._on_layer_written = None, None
 
