@@ -6,91 +6,122 @@ Axes as in `engine.attention.batch`: T tokens of the step, S sequences of the st
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.attention.batch import StepBatch
 from engine.core.step import SequenceStep, StepPlan
 
-_Int32 = npt.NDArray[np.int32]
-_Int64 = npt.NDArray[np.int64]
-
 
 class StepTensorBuilder:
-    """Holds the arrays; they grow to the largest step seen."""
+    """Holds the arrays; they grow to the largest step seen.
+
+    A tensor's view costs more than filling it for a decode step, so the views too are kept for as long as steps have
+    the same numbers of tokens, sequences and rows.
+    """
 
     def __init__(self, *, vocab_size: int, block_size: int, num_blocks: int, max_positions: int) -> None:
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._max_positions = max_positions
-        self._ids: _Int64 = np.zeros(0, dtype=np.int64)
-        self._positions: _Int64 = np.zeros(0, dtype=np.int64)
-        self._slots: _Int64 = np.zeros(0, dtype=np.int64)
-        self._block_tables: _Int32 = np.zeros(0, dtype=np.int32)
+        self._arrays = _Arrays(0, 0, 0)
+        self._batch: StepBatch | None = None
+        self._batch_sizes = (0, 0, 0)
 
     def build(self, plan: StepPlan, *, every_sequence: bool = False) -> StepBatch:
         """The rows wanted are the last tokens of the sequences that sample, or of every one.
 
-        Its token ids, positions, slots and block tables are views into the builder's arrays: valid until the next
-        step is built. Raises AssertionError if the plan names tokens, blocks or positions that do not exist.
+        The tensors are views into the builder's arrays: valid until the next step is built. Raises AssertionError if
+        the plan names tokens, blocks or positions that do not exist.
         """
-        num_tokens = plan.num_tokens
-        self._reserve(num_tokens)
-        query_starts, context_starts, table_starts, rows, tables = [0], [], [], [], []
-        token = 0
-        for sequence in plan.sequences:
-            num_table_blocks = self._fill(sequence, token)
-            token += len(sequence.token_ids)
-            query_starts.append(token)
-            context_starts.append(sequence.start)
-            table_starts.append(len(tables))
+        sequences = plan.sequences
+        arrays = self._reserve(plan.num_tokens, len(sequences))
+        query_starts, context_starts, table_starts = arrays.query_starts, arrays.context_starts, arrays.table_starts
+        tables: list[int] = []
+        token, num_rows = 0, 0
+        for index, sequence in enumerate(sequences):
+            query_starts[index], context_starts[index], table_starts[index] = token, sequence.start, len(tables)
+            num_table_blocks = self._fill_tokens(arrays, sequence, token)
             tables += sequence.block_table[:num_table_blocks]
+            token += len(sequence.token_ids)
             if sequence.sample or every_sequence:
-                rows.append(token - 1)
-        ids_T, slots_T = self._ids[:num_tokens], self._slots[:num_tokens]
-        # The kernels read and write where they are told to: a wrong id would reach memory at large.
-        assert num_tokens == 0 or 0 <= ids_T.min() <= ids_T.max() < self._vocab_size, "a token id does not exist"
-        return StepBatch(
-            ids_T=torch.from_numpy(ids_T),
-            positions_T=torch.from_numpy(self._positions[:num_tokens]),
-            slots_T=torch.from_numpy(slots_T),
-            query_starts_S1=torch.tensor(query_starts, dtype=torch.int32),
-            context_starts_S=torch.tensor(context_starts, dtype=torch.int32),
-            table_starts_S=torch.tensor(table_starts, dtype=torch.int32),
-            block_tables=torch.from_numpy(self._fill_tables(tables)),
-            rows_R=torch.tensor(rows, dtype=torch.int64),
-        )
+                arrays.rows[num_rows] = token - 1
+                num_rows += 1
+        query_starts[len(sequences)] = token
+        self._fill_tables(tables)
+        return self._views(token, len(sequences), num_rows)
 
-    def _fill(self, sequence: SequenceStep, token: int) -> int:
+    def _fill_tokens(self, arrays: _Arrays, sequence: SequenceStep, token: int) -> int:
         """Set ids, positions and slots from `token` on; returns the number of blocks that its tokens fill."""
-        start, num_tokens, block_size = sequence.start, len(sequence.token_ids), self._block_size
-        end = start + num_tokens
-        assert num_tokens > 0 and start >= 0 and end <= self._max_positions
+        token_ids, block_table, start, block_size = (
+            sequence.token_ids,
+            sequence.block_table,
+            sequence.start,
+            self._block_size,
+        )
+        end = start + len(token_ids)
+        assert token_ids and start >= 0 and end <= self._max_positions
         num_blocks = -(-end // block_size)
-        assert num_blocks <= len(sequence.block_table), "the block table does not cover the step's tokens"
-        if num_tokens == 1:
-            self._ids[token] = sequence.token_ids[0]
-            self._positions[token] = start
-            self._slots[token] = sequence.block_table[num_blocks - 1] * block_size + start % block_size
+        assert num_blocks <= len(block_table), "the block table does not cover the step's tokens"
+        # The kernels read and write where they are told to: a wrong id would reach memory at large.
+        assert 0 <= min(token_ids) and max(token_ids) < self._vocab_size, "no such token"
+        if len(token_ids) == 1:
+            arrays.ids[token] = token_ids[0]
+            arrays.positions[token] = start
+            arrays.slots[token] = block_table[num_blocks - 1] * block_size + start % block_size
             return num_blocks
-        span = slice(token, token + num_tokens)
-        self._ids[span] = sequence.token_ids
+        span = slice(token, token + len(token_ids))
         positions = np.arange(start, end)
-        self._positions[span] = positions
+        arrays.ids[span] = token_ids
+        arrays.positions[span] = positions
         first_block = start // block_size
-        blocks = np.array(sequence.block_table[first_block:num_blocks], dtype=np.int64)
-        self._slots[span] = blocks[positions // block_size - first_block] * block_size + positions % block_size
+        blocks = np.array(block_table[first_block:num_blocks], dtype=np.int64)
+        arrays.slots[span] = blocks[positions // block_size - first_block] * block_size + positions % block_size
         return num_blocks
 
-    def _fill_tables(self, tables: list[int]) -> _Int32:
-        if len(tables) > len(self._block_tables):
-            self._block_tables = np.zeros(2 * len(tables), dtype=np.int32)
-        block_tables = self._block_tables[: len(tables)]
-        block_tables[:] = tables
-        assert not tables or 0 <= block_tables.min() <= block_tables.max() < self._num_blocks, "no such block"
-        return block_tables
+    def _fill_tables(self, tables: list[int]) -> None:
+        arrays = self._arrays
+        if len(tables) > len(arrays.block_tables):
+            arrays.block_tables = np.zeros(2 * len(tables), dtype=np.int32)
+            self._batch = None
+        assert not tables or (0 <= min(tables) and max(tables) < self._num_blocks), "no such block"
+        arrays.block_tables[: len(tables)] = tables
 
-    def _reserve(self, num_tokens: int) -> None:
-        if num_tokens > len(self._ids):
-            self._ids, self._positions, self._slots = (np.zeros(2 * num_tokens, dtype=np.int64) for _ in range(3))
+    def _reserve(self, num_tokens: int, num_sequences: int) -> _Arrays:
+        arrays = self._arrays
+        if num_tokens > len(arrays.ids) or num_sequences > len(arrays.context_starts):
+            self._arrays = _Arrays(
+                max(2 * num_tokens, len(arrays.ids)),
+                max(2 * num_sequences, len(arrays.context_starts)),
+                len(arrays.block_tables),
+            )
+            self._batch = None
+        return self._arrays
+
+    def _views(self, num_tokens: int, num_sequences: int, num_rows: int) -> StepBatch:
+        sizes = (num_tokens, num_sequences, num_rows)
+        if self._batch is None or self._batch_sizes != sizes:
+            arrays = self._arrays
+            self._batch_sizes = sizes
+            self._batch = StepBatch(
+                ids_T=torch.from_numpy(arrays.ids[:num_tokens]),
+                positions_T=torch.from_numpy(arrays.positions[:num_tokens]),
+                slots_T=torch.from_numpy(arrays.slots[:num_tokens]),
+                query_starts_S1=torch.from_numpy(arrays.query_starts[: num_sequences + 1]),
+                context_starts_S=torch.from_numpy(arrays.context_starts[:num_sequences]),
+                table_starts_S=torch.from_numpy(arrays.table_starts[:num_sequences]),
+                block_tables=torch.from_numpy(arrays.block_tables),
+                rows_R=torch.from_numpy(arrays.rows[:num_rows]),
+            )
+        return self._batch
+
+
+class _Arrays:
+    """Room for so many tokens, sequences and blocks of all tables together."""
+
+    def __init__(self, num_tokens: int, num_sequences: int, num_blocks: int) -> None:
+        self.ids, self.positions, self.slots = (np.zeros(num_tokens, dtype=np.int64) for _ in range(3))
+        self.rows = np.zeros(num_sequences, dtype=np.int64)
+        self.context_starts, self.table_starts = (np.zeros(num_sequences, dtype=np.int32) for _ in range(2))
+        self.query_starts = np.zeros(num_sequences + 1, dtype=np.int32)
+        self.block_tables = np.zeros(num_blocks, dtype=np.int32)

@@ -21,7 +21,7 @@ class StepBatch:
         query_starts_S1: int32 [S + 1], the tokens of sequence s are query_starts[s] .. query_starts[s + 1] - 1.
         context_starts_S: int32, the position of each sequence's first token of the step.
         table_starts_S: int32, where each sequence's block ids begin in `block_tables`.
-        block_tables: int32, the block ids of all sequences, one after the other.
+        block_tables: int32, the block ids of all sequences, one after the other; there may be more behind them.
         rows_R: int64, the tokens (0 .. T - 1, ascending) whose logits are wanted.
     """
 
@@ -36,12 +36,12 @@ class StepBatch:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.ids_T)
+        return self.ids_T.shape[0]
 
     @property
     def num_sequences(self) -> int:
-        return len(self.context_starts_S)
+        return self.context_starts_S.shape[0]
 
     @property
     def num_selected(self) -> int:
-        return len(self.rows_R)
+        return self.rows_R.shape[0]

@@ -54,8 +54,12 @@ class NativeCpuBackend:
         weakref.finalize(self, library.baton_team_destroy, self._team)
         self._step = structs.StepStruct()
         self._step_address = ctypes.addressof(self._step)
+        self._batch: StepBatch | None = None
+        """Whose addresses stand in `_step`."""
         self._num_all_rows = ctypes.c_int32()
+        self._single_op = (OpStruct * 1)()
         self._recording: Recording | None = None
+        self._argmax_args = structs.ArgmaxStruct()
         self._argmax_ids = (ctypes.c_int64 * 0)()
         self._argmax_values = (ctypes.c_float * 0)()
 
@@ -230,19 +234,21 @@ class NativeCpuBackend:
         _check_matrix(logits_RV)
         assert self._recording is None and logits_RV.dtype == torch.float32
         num_rows, size = logits_RV.shape
+        args = self._argmax_args
         if num_rows > len(self._argmax_ids):
             self._argmax_ids, self._argmax_values = (ctypes.c_int64 * num_rows)(), (ctypes.c_float * num_rows)()
-        args = structs.ArgmaxStruct(
-            num_rows=self._limit(Rows.ALL, logits_RV),
-            logits=logits_RV.data_ptr(),
-            ids=ctypes.addressof(self._argmax_ids),
-            values=ctypes.addressof(self._argmax_values),
-            size=size,
-        )
+            args.ids = ctypes.addressof(self._argmax_ids)
+            args.values = ctypes.addressof(self._argmax_values)
+        args.num_rows = self._limit(Rows.ALL, logits_RV)
+        args.logits = logits_RV.data_ptr()
+        args.size = size
         self._add(OpKind.ARGMAX, args)
         return self._argmax_ids[:num_rows], self._argmax_values[:num_rows]
 
     def _bind(self, batch: StepBatch) -> None:
+        if batch is self._batch:  # its tensors may hold other numbers now, but they are where they were
+            return
+        self._batch = batch
         step = self._step
         step.ids = batch.ids_T.data_ptr()
         step.positions = batch.positions_T.data_ptr()
@@ -258,7 +264,7 @@ class NativeCpuBackend:
 
     def _limit(self, rows: Rows, *tensors: torch.Tensor | None) -> int:
         """The address of the number of rows, which must not exceed any of the tensors'."""
-        num_present = min(len(tensor) for tensor in tensors if tensor is not None)
+        num_present = min(tensor.shape[0] for tensor in tensors if tensor is not None)
         if self._recording is not None:
             self._recording.limit_rows(rows, num_present)
         elif rows is Rows.ALL:
@@ -273,7 +279,10 @@ class NativeCpuBackend:
         if self._recording is not None:
             self._recording.add(kind, args, tensors)
         else:
-            self._run_ops((OpStruct * 1)(OpStruct(ctypes.addressof(args), kind)), 0, 1)
+            op = self._single_op[0]
+            op.args = ctypes.addressof(args)
+            op.kind = kind
+            self._run_ops(self._single_op, 0, 1)
 
     def _run_ops(self, ops: ctypes.Array[OpStruct], begin: int, end: int) -> None:
         self._run_program(self._team, ops, begin, end, self._step, self._isa_index)

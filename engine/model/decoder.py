@@ -44,8 +44,10 @@ class DecoderModel:
             for rope in dict.fromkeys(layer.rope for layer in config.layers)
         }
         self._buffers: _Buffers | None = None
-        self._step: CompiledStep | None = None
         self._logits_NV = torch.empty(0, config.vocab_size, device=self._device)
+        self._step: CompiledStep | None = None
+        self._hidden_step: CompiledStep | None = None
+        """As `_step`, without the head."""
 
     def forward(self, batch: StepBatch, on_layer_written: LayerWritten | None = None) -> torch.Tensor:
         """Run the step's tokens, writing their keys and values to the pool.
@@ -53,18 +55,21 @@ class DecoderModel:
         Returns float32 logits [R, V], valid until the next call; with R = 0 the last layer stops at its keys and
         values. `on_layer_written` is called with each layer's index when the step's KV of that layer is in the pool.
         """
-        return self.logits(self.hidden(batch, on_layer_written))
+        num_selected = batch.num_selected
+        self._reserve_buffers(batch.num_tokens)
+        self._reserve_logits(num_selected)
+        if self._step is None:
+            self._step = self.backend.compile(self._body_with_head)
+        self._step.run(batch, on_layer_written)
+        return self._logits_NV[:num_selected]
 
     def hidden(self, batch: StepBatch, on_layer_written: LayerWritten | None = None) -> torch.Tensor:
         """As `forward`, but returns what the output head reads: [R, E], normalised, valid until the next call."""
-        if self._buffers is None or batch.num_tokens > self._buffers.num_rows:
-            num_rows = max(batch.num_tokens, 2 * self._buffers.num_rows if self._buffers else 0)
-            self._step = self._buffers = None  # given back before the larger ones are taken
-            self._buffers = _Buffers.allocate(self.config, self._dtype, self._device, num_rows)
-            self._step = self.backend.compile(self._body)
-        assert self._step is not None
-        self._step.run(batch, on_layer_written)
-        return self._buffers.normed_NE[: batch.num_selected]
+        buffers = self._reserve_buffers(batch.num_tokens)
+        if self._hidden_step is None:
+            self._hidden_step = self.backend.compile(self._body)
+        self._hidden_step.run(batch, on_layer_written)
+        return buffers.normed_NE[: batch.num_selected]
 
     def logits(self, normed_RE: torch.Tensor) -> torch.Tensor:
         """float32 [R, V] for rows of `hidden`, valid until the next call.
@@ -72,15 +77,32 @@ class DecoderModel:
         Rows of a prompt can be passed piece by piece: the logits of all of a large step might not fit into memory.
         """
         num_rows = len(normed_RE)
-        if num_rows > len(self._logits_NV):
-            grown = -(-num_rows // _LOGITS_ROWS_STEP) * _LOGITS_ROWS_STEP
-            self._logits_NV = torch.empty(grown, self.config.vocab_size, device=self._device)
+        self._reserve_logits(num_rows)
         logits_RV = self._logits_NV[:num_rows]
         if num_rows:
             self.backend.linear(normed_RE, self._weights.head_VE, None, logits_RV, Rows.ALL)
         return logits_RV
 
-    def _body(self) -> None:
+    def _reserve_buffers(self, num_tokens: int) -> _Buffers:
+        buffers = self._buffers
+        if buffers is None or num_tokens > buffers.num_rows:
+            num_rows = max(num_tokens, 2 * buffers.num_rows if buffers else 0)
+            # Given back before the larger ones are taken.
+            self._step = self._hidden_step = self._buffers = buffers = None
+            self._buffers = buffers = _Buffers.allocate(self.config, self._dtype, self._device, num_rows)
+        return buffers
+
+    def _reserve_logits(self, num_rows: int) -> None:
+        if num_rows > len(self._logits_NV):
+            self._step = None
+            grown = -(-num_rows // _LOGITS_ROWS_STEP) * _LOGITS_ROWS_STEP
+            self._logits_NV = torch.empty(grown, self.config.vocab_size, device=self._device)
+
+    def _body_with_head(self) -> None:
+        buffers = self._body()
+        self.backend.linear(buffers.normed_NE, self._weights.head_VE, None, self._logits_NV, Rows.SELECTED)
+
+    def _body(self) -> _Buffers:
         """The sequence of operations, up to the final norm."""
         backend, config, weights, buffers = self.backend, self.config, self._weights, self._buffers
         assert buffers is not None
@@ -116,6 +138,7 @@ class DecoderModel:
             buffers.normed_NE,
             Rows.SELECTED,
         )
+        return buffers
 
     def _attention(self, index: int, buffers: _Buffers, *, is_first: bool, x_norm_E: torch.Tensor | None) -> None:
         """From the previous layer's output in x, not yet added to the residual, to the attended heads."""

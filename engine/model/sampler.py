@@ -65,7 +65,8 @@ class Sampler:
             if step.sampling.logprobs is not None
         }
         for row, step in enumerate(steps):
-            self._adjust(logits_RV[row], step)
+            if _is_adjusted(step):
+                self._adjust(logits_RV[row], step)
         token_ids = self._choose(logits_RV, steps)
         return [
             _with_logprobs(token_id, logprobs.get(row), steps[row].sampling.logprobs)
@@ -98,9 +99,21 @@ class Sampler:
                 raise NonFiniteLogitsError(f"logits of {step.key} at output position {step.position} are not finite")
         # Drawn row by row, not all at once: a row's weights and sums then stay in the cache.
         return [
-            greedy if step.sampling.is_greedy else _draw(logits_V, step)
-            for greedy, logits_V, step in zip(greedy_R, logits_RV.numpy(), steps, strict=True)
+            greedy if step.sampling.is_greedy else _draw(logits_RV[row].numpy(), step)
+            for row, (greedy, step) in enumerate(zip(greedy_R, steps, strict=True))
         ]
+
+
+def _is_adjusted(step: SequenceStep) -> bool:
+    """Whether anything is applied to the row's logits before the choice: a view of them costs more than asking."""
+    params = step.sampling
+    return bool(
+        params.logit_bias
+        or params.repetition_penalty != 1.0
+        or params.frequency_penalty
+        or params.presence_penalty
+        or step.position < params.min_tokens
+    )
 
 
 def _draw(logits_V: _Float32, step: SequenceStep) -> int:

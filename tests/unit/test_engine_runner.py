@@ -48,7 +48,8 @@ def test_builds_a_mixed_step() -> None:
     assert batch.slots_T.tolist() == [3 * 4 + 1, 4 * 4 + 2, 4 * 4 + 3, 7 * 4 + 0, 54, 55, 56, 57, 58]
     assert batch.query_starts_S1.tolist() == [0, 1, 4, 9]
     assert batch.context_starts_S.tolist() == [5, 2, 14]
-    assert batch.block_tables.tolist() == [9, 3, 4, 7, 10, 11, 12, 13, 14], "blocks beyond the step's tokens are left out"
+    tables = [9, 3, 4, 7, 10, 11, 12, 13, 14]
+    assert batch.block_tables[:9].tolist() == tables, "blocks beyond the step's tokens are left out"
     assert batch.table_starts_S.tolist() == [0, 2, 4]
     assert batch.rows_R.tolist() == [0, 3]
     assert make_builder().build(steps, every_sequence=True).rows_R.tolist() == [0, 3, 8]
@@ -56,6 +57,19 @@ def test_builds_a_mixed_step() -> None:
         assert tensor.dtype == torch.int64 and tensor.is_contiguous()
     for tensor in (batch.query_starts_S1, batch.context_starts_S, batch.table_starts_S, batch.block_tables):
         assert tensor.dtype == torch.int32 and tensor.is_contiguous()
+
+
+def test_views_follow_the_steps() -> None:
+    """Steps of equal and of changing sizes, through growing arrays: each batch holds its own step."""
+    builder = make_builder()
+    for count in (1, 1, 3, 3, 60, 2, 1):
+        steps = plan(*(make_step([7] * count, index, range(index, 20)) for index in range(3)))
+        batch = builder.build(steps)
+        positions = [index + token for index in range(3) for token in range(count)]
+        assert batch.positions_T.tolist() == positions
+        assert batch.rows_R.tolist() == [count - 1, 2 * count - 1, 3 * count - 1]
+        for index in range(3):
+            assert int(batch.block_tables[int(batch.table_starts_S[index])]) == index
 
 
 @pytest.mark.parametrize(
@@ -162,7 +176,7 @@ def test_reports_loading_and_refuses_bad_arguments(model_dir: Path) -> None:
 
 
 def test_warm_up_touches_block_0_only(runner: Runner) -> None:
-    runner.warm_up(20)
+    runner.warm_up(20, 3)
     assert runner.cache.pool_BLKCSD[1:].abs().sum() == 0
 
 
