@@ -46,8 +46,8 @@ class DecoderModel:
         self._buffers: _Buffers | None = None
         self._logits_NV = torch.empty(0, config.vocab_size, device=self._device)
         self._step: CompiledStep | None = None
+        # As the other, without the head.
         self._hidden_step: CompiledStep | None = None
-        """As `_step`, without the head."""
 
     def forward(self, batch: StepBatch, on_layer_written: LayerWritten | None = None) -> torch.Tensor:
         """Run the step's tokens, writing their keys and values to the pool.
@@ -99,10 +99,11 @@ class DecoderModel:
             self._logits_NV = torch.empty(grown, self.config.vocab_size, device=self._device)
 
     def _body_with_head(self) -> None:
-        buffers = self._body()
-        self.backend.linear(buffers.normed_NE, self._weights.head_VE, None, self._logits_NV, Rows.SELECTED)
+        self._body()
+        assert self._buffers is not None
+        self.backend.linear(self._buffers.normed_NE, self._weights.head_VE, None, self._logits_NV, Rows.SELECTED)
 
-    def _body(self) -> _Buffers:
+    def _body(self) -> None:
         """The sequence of operations, up to the final norm."""
         backend, config, weights, buffers = self.backend, self.config, self._weights, self._buffers
         assert buffers is not None
@@ -138,7 +139,6 @@ class DecoderModel:
             buffers.normed_NE,
             Rows.SELECTED,
         )
-        return buffers
 
     def _attention(self, index: int, buffers: _Buffers, *, is_first: bool, x_norm_E: torch.Tensor | None) -> None:
         """From the previous layer's output in x, not yet added to the residual, to the attended heads."""

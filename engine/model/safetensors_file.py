@@ -108,7 +108,8 @@ class Checkpoint:
         """As SafetensorsFile.read_into; also raises ModelWeightsError if there is no such tensor."""
         file = self._file_of_tensor.get(name)
         if file is None:
-            raise ModelWeightsError(f"tensor {name} is missing from {self.model_dir}")
+            shape = tuple(target.shape)
+            raise ModelWeightsError(f"tensor {name}, of shape {shape}, is missing from the weights in {self.model_dir}")
         return file.read_into(name, target)
 
     def size_bytes(self, name: str) -> int:
