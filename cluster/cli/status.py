@@ -38,7 +38,8 @@ def status_text(status: admin_pb2.GetStatusResponse) -> str:
     # All the same, unless versions differ; a worker that is down tells none.
     engines = dict.fromkeys(worker.engine for pool in status.pools for worker in pool.workers if worker.engine)
     cluster = (
-        f"cluster {status.cluster}, model {status.model}, {_engine_part(list(engines))}up for {_duration(status.uptime_s)}, "
+        f"cluster {status.cluster}, model {status.model}, {_engine_part(list(engines))}"
+        f"up for {_duration(status.uptime_s)}, "
         f"{status.num_running} running, {status.num_queued} queued"
     )
     rows = [_worker_row(worker) for pool in status.pools for worker in pool.workers]
