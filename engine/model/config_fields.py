@@ -18,6 +18,10 @@ def positive_int(raw: dict[str, Any], name: str, default: int | None = None) -> 
     return value
 
 
+def non_negative_int(raw: dict[str, Any], name: str) -> int:
+    return 0 if raw.get(name) == 0 else positive_int(raw, name)
+
+
 def positive_float(raw: dict[str, Any], name: str, default: float | None = None) -> float:
     value = _present(raw, name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from engine.model.config_fields import UnsupportedModelError, flag, positive_float, positive_int
+from engine.model.config_fields import UnsupportedModelError, flag, non_negative_int, positive_float, positive_int
 from engine.model.rope_config import LayerType, RopeConfig, parse_rope, parse_ropes_by_layer_type
 
 ActivationName = Literal["silu", "gelu_tanh"]
@@ -69,7 +69,7 @@ def _windowed_if_switched_on(fields: Fields, index: int) -> bool:
 
 def _windowed_in_late_layers(fields: Fields, index: int) -> bool:
     if fields.get("layer_types") is None:
-        return _windowed_if_switched_on(fields, index) and index >= fields["max_window_layers"]
+        return _windowed_if_switched_on(fields, index) and index >= non_negative_int(fields, "max_window_layers")
     is_windowed = _layer_type(fields, index) == "sliding_attention"
     if is_windowed and not _windowed_if_switched_on(fields, index):
         raise ValueError("layer_types in config.json asks for sliding_attention, but use_sliding_window is false")

@@ -68,6 +68,10 @@ def test_generation_config_decides_the_eos_ids() -> None:
         ({"text_config": 3}, "text_config"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 3}, "use_sliding_window"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": "2"},
+            "max_window_layers",
+        ),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window"),
         ({"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9}, "num_experts_per_tok"),
         ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": 2}, "mlp_only_layers"),
@@ -160,6 +164,8 @@ def test_windows_of_qwen_begin_at_a_layer() -> None:
     assert [layer.window for layer in ModelConfig.from_dict(qwen).layers] == [0, 0, 0]
     windowed = {**qwen, "use_sliding_window": True}
     assert [layer.window for layer in ModelConfig.from_dict(windowed).layers] == [0, 0, 32]
+    everywhere = {**windowed, "max_window_layers": 0}
+    assert [layer.window for layer in ModelConfig.from_dict(everywhere).layers] == [32, 32, 32]
     given = {**windowed, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
     assert [layer.window for layer in ModelConfig.from_dict(given).layers] == [32, 0, 0]
 
