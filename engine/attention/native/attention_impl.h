@@ -158,9 +158,9 @@ BATON_INLINE vf load_words(const T* row, int num_elements) {
 }
 
 template <class Words, class T>
-static void pack_queries(const BatonAttention& args, const Shape& shape, const AttentionTile& tile, int words,
-                         float* queries) {
-  const int tokens_before = args.query_starts[tile.sequence];
+static void pack_queries(const BatonAttention& args, const BatonStep& step, const Shape& shape,
+                         const AttentionTile& tile, int words, float* queries) {
+  const int tokens_before = step.query_starts[tile.sequence];
   for (int token = tile.begin; token < tile.end; ++token) {
     const T* q = static_cast<const T*>(args.q) + (tokens_before + token) * args.q_token_stride +
                  (size_t)tile.kv_head * shape.group * shape.head_dim;
@@ -173,10 +173,10 @@ static void pack_queries(const BatonAttention& args, const Shape& shape, const A
 
 // Finds the key rows of positions first .. first + KEY_TILE - 1; those from `count` on become rows of zeros.
 template <class T>
-static void find_rows(const BatonAttention& args, const AttentionTile& tile, int first, int count, const T* zeros,
-                      const T** rows) {
+static void find_rows(const BatonAttention& args, const BatonStep& step, const AttentionTile& tile, int first,
+                      int count, const T* zeros, const T** rows) {
   const BatonKVLayer& kv = args.kv;
-  const int32_t* table = args.block_tables + args.table_starts[tile.sequence];
+  const int32_t* table = step.block_tables + step.table_starts[tile.sequence];
   const T* head = static_cast<const T*>(kv.data) + tile.kv_head * kv.head_stride;
   int index = first / kv.block_size;
   int slot = first % kv.block_size;
@@ -187,20 +187,26 @@ static void find_rows(const BatonAttention& args, const AttentionTile& tile, int
   for (int i = count; i < KEY_TILE; ++i) rows[i] = zeros;
 }
 
+// Where the key tiles of a query tile begin: at the tile of the first position that its first row sees. Tiles stand at
+// multiples of KEY_TILE whatever the rows are, so that each row sums its keys in the same groups.
+BATON_INLINE int first_key_tile(const BatonAttention& args, const BatonStep& step, const AttentionTile& tile) {
+  const int position = step.context_starts[tile.sequence] + tile.begin;
+  const int first = args.window > 0 && position >= args.window ? position - args.window + 1 : 0;
+  return first / KEY_TILE * KEY_TILE;
+}
+
 // The key rows that are packed after those from `first` on: the tile's next ones, or those that `next` begins with. In
 // decode each is read once, from another page, which the machine's own prefetcher does not foresee; so packing asks
 // the cache for them, a row at a time, as it goes.
 template <class T>
-static void find_rows_ahead(const BatonAttention& args, const AttentionTile& tile, const AttentionTile* next, int first,
-                            const T* zeros, const T** rows) {
-  const int context_end = args.context_starts[tile.sequence] + tile.end;
-  if (first + KEY_TILE < context_end) {
-    first += KEY_TILE;
-    const int count = context_end - first < KEY_TILE ? context_end - first : KEY_TILE;
-    find_rows(args, tile, first, count, zeros, rows);
-  } else if (next) {
-    const int next_end = args.context_starts[next->sequence] + next->end;
-    find_rows(args, *next, 0, next_end < KEY_TILE ? next_end : KEY_TILE, zeros, rows);
+static void find_rows_ahead(const BatonAttention& args, const BatonStep& step, const AttentionTile& tile,
+                            const AttentionTile* next, int first, const T* zeros, const T** rows) {
+  const int context_end = step.context_starts[tile.sequence] + tile.end;
+  const AttentionTile* ahead = first + KEY_TILE < context_end ? &tile : next;
+  if (ahead) {
+    first = ahead == &tile ? first + KEY_TILE : first_key_tile(args, step, *ahead);
+    const int count = step.context_starts[ahead->sequence] + ahead->end - first;
+    find_rows(args, step, *ahead, first, count < KEY_TILE ? count : KEY_TILE, zeros, rows);
   } else {
     for (int i = 0; i < KEY_TILE; ++i) rows[i] = zeros;
   }
@@ -254,18 +260,27 @@ BATON_INLINE void store_weights(PairWords, float* row, int at, vf p) {
 }
 #endif
 
-// Folds one tile of scores into the running softmax of a row that sees the first `visible` of its keys: leaves the
-// weights exp(score - maximum), and scales what was summed before to the new maximum.
+// Folds one tile of scores into the running softmax of a row that sees keys begin .. end - 1 of it: leaves the weights
+// exp(score - maximum), and scales what was summed before to the new maximum. Other keys get weights of exactly zero,
+// which add nothing to any sum: a row's bits do not depend on how far its tile reaches.
 template <class Words>
-BATON_INLINE void softmax_row(float* scores, float* weights, int visible, float scale, float* row_max, float* row_sum,
-                              float* output, int padded_dim) {
+BATON_INLINE void softmax_row(float* scores, float* weights, int begin, int end, float scale, float* row_max,
+                              float* row_sum, float* output, int padded_dim) {
   constexpr int N = KEY_TILE / W;
+  if (begin >= end) {
+    for (int at = 0; at < KEY_TILE / Words::PER_WORD; at += W) store(weights + at, zero());
+    return;
+  }
+  const bool is_masked = begin > 0 || end < KEY_TILE;
   vf score[N];
   vf top = splat(MINUS_INFINITY);
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n) {
     score[n] = load(scores + n * W);
-    if (visible < KEY_TILE) score[n] = lane_index() + n * W < vi{} + visible ? score[n] : splat(MINUS_INFINITY);
+    if (is_masked) {
+      const vi key = lane_index() + n * W;
+      score[n] = (key >= vi{} + begin) & (key < vi{} + end) ? score[n] : splat(MINUS_INFINITY);
+    }
     top = max(top, score[n]);
   }
   const float tile_max = max_lanes(top) * scale;
@@ -289,9 +304,9 @@ BATON_INLINE void softmax_row(float* scores, float* weights, int visible, float 
 }
 
 template <class T>
-static void write_output(const BatonAttention& args, const Shape& shape, const AttentionTile& tile,
-                         const Scratch& scratch) {
-  const int tokens_before = args.query_starts[tile.sequence];
+static void write_output(const BatonAttention& args, const BatonStep& step, const Shape& shape,
+                         const AttentionTile& tile, const Scratch& scratch) {
+  const int tokens_before = step.query_starts[tile.sequence];
   const float* row = scratch.output;
   int r = 0;
   for (int token = tile.begin; token < tile.end; ++token) {
@@ -306,7 +321,8 @@ static void write_output(const BatonAttention& args, const Shape& shape, const A
 }
 
 template <class T>
-static void attend(const BatonAttention& args, const AttentionTile& tile, const AttentionTile* next, float* base) {
+static void attend(const BatonAttention& args, const BatonStep& step, const AttentionTile& tile,
+                   const AttentionTile* next, float* base) {
   typedef typename WordsOf<T>::type Words;
   const Shape shape = shape_of(args);
   Scratch scratch;
@@ -314,8 +330,8 @@ static void attend(const BatonAttention& args, const AttentionTile& tile, const 
   float* weights = Words::PER_WORD == 1 ? scratch.scores : scratch.weights;
   const int words = shape.head_dim / Words::PER_WORD;
   const int rows = (tile.end - tile.begin) * shape.group;
-  const int first_position = args.context_starts[tile.sequence] + tile.begin;
-  const int context_end = args.context_starts[tile.sequence] + tile.end;
+  const int first_position = step.context_starts[tile.sequence] + tile.begin;
+  const int context_end = step.context_starts[tile.sequence] + tile.end;
   const float scale = args.scale * LOG2_E;
   for (int i = 0; i < shape.padded_dim; ++i) scratch.zeros[i] = 0.0f;
   for (int i = 0; i < rows * shape.padded_dim; ++i) scratch.output[i] = 0.0f;
@@ -324,28 +340,29 @@ static void attend(const BatonAttention& args, const AttentionTile& tile, const 
     scratch.row_sum[r] = 0.0f;
   }
   const T* zeros = reinterpret_cast<const T*>(scratch.zeros);
-  pack_queries<Words, T>(args, shape, tile, words, scratch.queries);
-  for (int first = 0; first < context_end; first += KEY_TILE) {
+  pack_queries<Words, T>(args, step, shape, tile, words, scratch.queries);
+  for (int first = first_key_tile(args, step, tile); first < context_end; first += KEY_TILE) {
     const int count = context_end - first < KEY_TILE ? context_end - first : KEY_TILE;
     const int columns = (count + W - 1) / W * W;
     const T* key_rows[KEY_TILE];
-    find_rows(args, tile, first, count, zeros, key_rows);
+    find_rows(args, step, tile, first, count, zeros, key_rows);
     const T* ahead[KEY_TILE];
-    find_rows_ahead(args, tile, next, first, zeros, ahead);
+    find_rows_ahead(args, step, tile, next, first, zeros, ahead);
     pack_keys<Words>(key_rows, ahead, count, shape.head_dim, scratch.keys);
     pack_values<Words>(key_rows, ahead, args.kv.kv_stride, count, shape, zeros, scratch.values);
     multiply<Words>(scratch.queries, words, scratch.keys, KEY_TILE, scratch.scores, KEY_TILE, rows, columns, words,
                     false);
     for (int r = 0; r < rows; ++r) {
-      const int seen = first_position + r / shape.group + 1 - first;
-      softmax_row<Words>(scratch.scores + r * KEY_TILE, weights + r * (KEY_TILE / Words::PER_WORD),
-                         seen < 0 ? 0 : seen, scale, scratch.row_max + r, scratch.row_sum + r,
-                         scratch.output + (size_t)r * shape.padded_dim, shape.padded_dim);
+      const int position = first_position + r / shape.group - first;
+      const int begin = args.window > 0 && position >= args.window ? position - args.window + 1 : 0;
+      softmax_row<Words>(scratch.scores + r * KEY_TILE, weights + r * (KEY_TILE / Words::PER_WORD), begin,
+                         position < KEY_TILE ? position + 1 : KEY_TILE, scale, scratch.row_max + r,
+                         scratch.row_sum + r, scratch.output + (size_t)r * shape.padded_dim, shape.padded_dim);
     }
     multiply<Words>(weights, KEY_TILE / Words::PER_WORD, scratch.values, shape.padded_dim, scratch.output,
                     shape.padded_dim, rows, shape.padded_dim, (count + Words::PER_WORD - 1) / Words::PER_WORD, true);
   }
-  write_output<T>(args, shape, tile, scratch);
+  write_output<T>(args, step, shape, tile, scratch);
 }
 
 static size_t attention_scratch_size_bytes(const BatonAttention& args) {
@@ -355,11 +372,11 @@ static size_t attention_scratch_size_bytes(const BatonAttention& args) {
 
 static int32_t attention_tile_tokens(const BatonAttention& args) { return shape_of(args).tile_tokens; }
 
-static void attention_tile(const BatonAttention& args, const AttentionTile& tile, const AttentionTile* next,
-                           void* scratch) {
+static void attention_tile(const BatonAttention& args, const BatonStep& step, const AttentionTile& tile,
+                           const AttentionTile* next, void* scratch) {
   if (args.kv.dtype == BATON_BFLOAT16) {
-    attend<bf16>(args, tile, next, static_cast<float*>(scratch));
+    attend<bf16>(args, step, tile, next, static_cast<float*>(scratch));
   } else {
-    attend<float>(args, tile, next, static_cast<float*>(scratch));
+    attend<float>(args, step, tile, next, static_cast<float*>(scratch));
   }
 }

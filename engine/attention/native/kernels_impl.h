@@ -16,13 +16,15 @@ namespace {
 //
 #include "attention_impl.h"
 #include "elementwise_impl.h"
-#include "logits_impl.h"
+#include "linear_impl.h"
 
 }  // namespace
 
 extern const KernelTable table;
-const KernelTable table = {attention_scratch_size_bytes, attention_tile_tokens, attention_tile, rotary_write, rms_norm,
-                           silu_mul, logits};
+const KernelTable table = {
+    linear_num_items, linear_scratch_size_bytes, linear_item, attention_scratch_size_bytes, attention_tile_tokens,
+    attention_tile, embed, add_norm, rotary_write, gated_activation, argmax,
+};
 
 }  // namespace BATON_ISA_NAMESPACE
 }  // namespace baton

@@ -106,7 +106,7 @@ BATON_INLINE float max_lanes(vf v) {
 // 2^x for x <= 127, within 2 units in the last place; 0 below -126 (no subnormals).
 // x = n + f with n whole and |f| <= 1/2; 2^f by its Taylor series, 2^n by writing n into the exponent.
 BATON_INLINE vf exp2(vf x) {
-  const vf clamped = max(x, splat(-126.0f));
+  const vf clamped = x < splat(-126.0f) ? splat(-126.0f) : x;  // NaN stays
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   const vf whole = (clamped + magic) - magic;
   const vf f = clamped - whole;
