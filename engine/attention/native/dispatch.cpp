@@ -47,7 +47,7 @@ BatonTeam* baton_team_create(int32_t num_threads) { return new BatonTeam(num_thr
 void baton_team_destroy(BatonTeam* team) { delete team; }
 
 void baton_run(BatonTeam* team, const BatonOp* ops, int32_t begin, int32_t end, const BatonStep* step, int32_t isa) {
-  baton::Program program(baton::table_of(isa), ops, begin, end, *step);
+  baton::Program program(baton::table_of(isa), ops, begin, end, *step, team->threads.num_threads());
   team->threads.run(program);
 }
 

@@ -19,10 +19,11 @@ struct AttentionTile {
 // `scratch` is memory of the calling thread of at least so many bytes as the operation's scratch_size_bytes function
 // says, 64-byte aligned. Row ranges are [begin, end).
 struct KernelTable {
-  // A product is cut into items that may be computed in any order and at once. None if there are no rows.
-  int64_t (*linear_num_items)(const BatonLinear& args);
-  size_t (*linear_scratch_size_bytes)(const BatonLinear& args);
-  void (*linear_item)(const BatonLinear& args, int64_t item, void* scratch);
+  // A product is cut into items, for so many threads, that may be computed in any order and at once. None if there are
+  // no rows.
+  int64_t (*linear_num_items)(const BatonLinear& args, int num_threads);
+  size_t (*linear_scratch_size_bytes)(const BatonLinear& args, int num_threads);
+  void (*linear_item)(const BatonLinear& args, int num_threads, int64_t item, void* scratch);
 
   size_t (*attention_scratch_size_bytes)(const BatonAttention& args);
   int32_t (*attention_tile_tokens)(const BatonAttention& args);

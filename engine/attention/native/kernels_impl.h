@@ -2,7 +2,7 @@
 // BATON_ROWS and BATON_COLUMNS (the register tile), and is compiled with that instruction set's flags.
 #include <cstddef>
 #include <cstdint>
-#ifdef BATON_BF16_PAIRS
+#if BATON_WIDTH == 16
 #include <immintrin.h>
 #endif
 
@@ -13,6 +13,10 @@ namespace BATON_ISA_NAMESPACE {
 namespace {
 
 #include "simd.h"
+//
+#include "multiply_impl.h"
+//
+#include "pack_impl.h"
 //
 #include "attention_impl.h"
 #include "elementwise_impl.h"

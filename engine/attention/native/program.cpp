@@ -47,7 +47,7 @@ int64_t Program::prepare() {
       const BatonAddNorm& args = args_of<BatonAddNorm>(*op_);
       return split_rows(*args.num_rows, 2 * (int64_t)args.size);
     }
-    case BATON_LINEAR: return table_.linear_num_items(args_of<BatonLinear>(*op_));
+    case BATON_LINEAR: return table_.linear_num_items(args_of<BatonLinear>(*op_), num_threads_);
     case BATON_ROTARY_WRITE: {
       const BatonRotaryWrite& args = args_of<BatonRotaryWrite>(*op_);
       return split_rows(step_.num_tokens, (int64_t)(args.num_heads + 2 * args.kv.num_kv_heads) * args.kv.head_dim);
@@ -98,7 +98,8 @@ void Program::do_item(int64_t item) {
     case BATON_ADD_NORM: return table_.add_norm(args_of<BatonAddNorm>(*op_), begin, end);
     case BATON_LINEAR: {
       const BatonLinear& args = args_of<BatonLinear>(*op_);
-      return table_.linear_item(args, item, thread_scratch(table_.linear_scratch_size_bytes(args)));
+      void* const scratch = thread_scratch(table_.linear_scratch_size_bytes(args, num_threads_));
+      return table_.linear_item(args, num_threads_, item, scratch);
     }
     case BATON_ROTARY_WRITE: return table_.rotary_write(args_of<BatonRotaryWrite>(*op_), step_, begin, end);
     case BATON_ATTENTION: {

@@ -13,8 +13,9 @@ namespace baton {
 // that advances; every other is a piece.
 class Program final : public Job {
  public:
-  Program(const KernelTable& table, const BatonOp* ops, int32_t begin, int32_t end, const BatonStep& step)
-      : table_(table), op_(ops + begin), end_(ops + end), step_(step) {}
+  Program(const KernelTable& table, const BatonOp* ops, int32_t begin, int32_t end, const BatonStep& step,
+          int num_threads)
+      : table_(table), op_(ops + begin), end_(ops + end), step_(step), num_threads_(num_threads) {}
 
   int64_t advance() override;
   void do_item(int64_t item) override;
@@ -28,6 +29,7 @@ class Program final : public Job {
   const BatonOp* op_;  // the present piece, once started
   const BatonOp* const end_;
   const BatonStep& step_;
+  const int num_threads_;
   bool is_started_ = false;
   int32_t num_rows_ = 0;           // of the present operation, if it is split by rows
   int32_t num_rows_per_item_ = 0;

@@ -37,6 +37,8 @@ class ThreadTeam {
   ThreadTeam(const ThreadTeam&) = delete;
   ThreadTeam& operator=(const ThreadTeam&) = delete;
 
+  int num_threads() const { return (int)helpers_.size() + 1; }
+
   // Returns when the job is done. One job at a time.
   void run(Job& job);
 
