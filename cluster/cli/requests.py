@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from cluster.cli.failures import Failure, describe_failure
 from cluster.core.ids import Outcome
 from cluster.live.reachability import split_address
 from cluster.wire.channels import make_sync_channel
+from cluster.wire.codec import outcome_from_wire
 
 CONNECT_TIMEOUT_S: Final = 5.0
 ADMIN_TIMEOUT_S: Final = 10.0
@@ -24,34 +25,67 @@ TIMELINE_PARTS: Final = ("queued", "reserved", "prefill", "push", "first_token",
 
 
 @dataclass(slots=True, kw_only=True)
-class Answer:
-    """What has come of an answer so far; complete once `done` is there."""
+class Choice:
+    """One of the answers that a request has. `logprobs` is one object a token, where they were asked for."""
 
-    request_id: str = ""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    outcome: Outcome | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "outcome": None if self.outcome is None else self.outcome.value,
+            **({"logprobs": self.logprobs} if self.logprobs else {}),
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """What has come of a request so far; complete once `done` is there."""
+
+    request_id: str = ""
+    choices: dict[int, Choice] = field(default_factory=lambda: {0: Choice()})
+    prompt_logprobs: list[dict[str, Any]] = field(default_factory=list)
     done: inference_pb2.Done | None = None
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
 
     def add(self, reply: inference_pb2.GenerateResponse) -> None:
         self.request_id = reply.request_id or self.request_id
-        self.text += reply.text
-        self.token_ids.extend(reply.token_ids)
+        choice = self.choices.setdefault(reply.choice, Choice())
+        choice.text += reply.text
+        choice.token_ids.extend(reply.token_ids)
+        choice.logprobs += _logprobs(reply.token_ids, reply.logprobs)
+        if reply.finish:
+            choice.outcome = outcome_from_wire(reply.finish)
+        self.prompt_logprobs += _logprobs(reply.prompt_logprobs.token_ids, reply.prompt_logprobs.logprobs)
         if reply.HasField("done"):
             self.done = reply.done
 
     def as_json(self, outcome: Outcome | None) -> dict[str, Any]:
-        """The object that `baton generate --json` prints; what is not known is null, zero or empty."""
+        """The object that `baton generate --json` prints; what is not known is null, zero or empty.
+
+        `text`, `token_ids` and `logprobs` are the first answer's; where there are several, `choices` has all of them.
+        """
         done = self.done or inference_pb2.Done()
         timeline = {name: getattr(done.timeline, f"{name}_ms") for name in TIMELINE_PARTS}
+        choices = [self.choices[number] for number in sorted(self.choices)]
+        num_tokens = sum(len(choice.token_ids) for choice in choices)
         return {
             "request_id": self.request_id,
-            "text": self.text,
-            "token_ids": self.token_ids,
+            **choices[0].as_json(),
             "outcome": None if outcome is None else outcome.value,
+            **({"choices": [choice.as_json() for choice in choices]} if len(choices) > 1 else {}),
+            **({"prompt_logprobs": self.prompt_logprobs} if self.prompt_logprobs else {}),
             "usage": {
                 "prompt_tokens": done.usage.prompt_tokens,
                 "cached_tokens": done.usage.cached_tokens,
-                "completion_tokens": done.usage.completion_tokens or len(self.token_ids),
+                "completion_tokens": done.usage.completion_tokens or num_tokens,
             },
             "workers": {"prefill": done.prefill_worker or None, "decode": done.decode_worker or None},
             "kv": {"bytes": done.kv.bytes, "transport": done.kv.transport or None},
@@ -60,6 +94,17 @@ class Answer:
                 for name, value in timeline.items()
             },
         }
+
+
+def _logprobs(token_ids: Iterable[int], entries: Iterable[inference_pb2.TokenLogprobs]) -> list[dict[str, Any]]:
+    return [
+        {
+            "token_id": token_id,
+            "logprob": entry.logprob,
+            "top": [{"token_id": top.token_id, "logprob": top.logprob} for top in entry.top],
+        }
+        for token_id, entry in zip(token_ids, entries, strict=False)
+    ]
 
 
 class RequestFailed(CommandError):
@@ -106,9 +151,12 @@ class Client:
             raise CommandError(message, NOT_FOUND) from error
 
     def generate(
-        self, request: inference_pb2.GenerateRequest, timeout_s: float | None, on_text: Callable[[str], None]
+        self,
+        request: inference_pb2.GenerateRequest,
+        timeout_s: float | None,
+        on_reply: Callable[[inference_pb2.GenerateResponse], None],
     ) -> Answer:
-        """Runs the request; `on_text` gets each piece of text as it arrives.
+        """Runs the request; `on_reply` gets each message as it arrives.
 
         Raises RequestFailed, and KeyboardInterrupt after having cancelled the request.
         """
@@ -117,8 +165,7 @@ class Client:
         try:
             for reply in call:
                 answer.add(reply)
-                if reply.text:
-                    on_text(reply.text)
+                on_reply(reply)
         except grpc.RpcError as error:
             raise RequestFailed(describe_failure(error, self._target.address), answer) from error
         finally:

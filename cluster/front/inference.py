@@ -92,10 +92,11 @@ class InferenceService:
     async def _write_answer(self, spec: RequestSpec, output: ClientOutput, context: _Context) -> End:
         while True:
             await output.wait()
-            message, end = output.take(), output.end
-            if end is not None:
-                message = _last_message(spec, output, end, message)
-            if message is not None:
+            messages, end = output.take(), output.end
+            if end is not None and end.outcome in (Outcome.STOP, Outcome.LENGTH):
+                # There is a message, since the last answer's end came together with the request's.
+                messages[-1].done.CopyFrom(_done(spec, end))
+            for message in messages:
                 await context.write(message)
             if end is not None:
                 return end
@@ -124,7 +125,7 @@ class InferenceService:
             max_latency_ms=checked.max_latency_ms,
             has_stop_strings=bool(checked.stop),
         )
-        return spec, self._sessions.open(spec, OutputText(self._model.tokenizer.detokenizer(), checked.stop))
+        return spec, self._sessions.open(spec, lambda: OutputText(self._model.tokenizer.detokenizer(), checked.stop))
 
     def _deadline_ns(self, context: _Context) -> int | None:
         remaining_s = context.time_remaining()
@@ -221,18 +222,6 @@ async def _abort(context: _AnyContext, error: BatonError) -> NoReturn:
     trailers = () if retry_after_ms is None else ((RETRY_AFTER_TRAILER, str(retry_after_ms)),)
     await context.abort(grpc.StatusCode[status_of(error).grpc], str(error)[:MAX_DETAILS_CHARACTERS], trailers)
     raise AssertionError("abort returned")
-
-
-def _last_message(
-    spec: RequestSpec, output: ClientOutput, end: End, message: inference_pb2.GenerateResponse | None
-) -> inference_pb2.GenerateResponse | None:
-    """What is left to send, with `done`. An answer that failed keeps what there is of it, and ends in an error."""
-    if end.outcome not in (Outcome.STOP, Outcome.LENGTH):
-        return message
-    if message is None:
-        message = inference_pb2.GenerateResponse(request_id=spec.request_id, position=output.position)
-    message.done.CopyFrom(_done(spec, end))
-    return message
 
 
 def _done(spec: RequestSpec, end: End) -> inference_pb2.Done:

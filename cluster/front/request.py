@@ -6,22 +6,22 @@
     any -client gone, deadline, Refused, EndRequest-> ENDED
 
 Exactly once: in RUNNING, a token is accepted if it belongs to the current attempt, comes from that very life of one of
-the attempt's workers, and has the next position. In every other state nothing is accepted. Both workers are watched
-from the next position on, and decode's record begins with the token that prefill drew, so overlaps are the rule and
-are cut off here; a gap makes the request watch again.
+the attempt's workers, and has the next position of its answer. In every other state nothing is accepted. Both workers
+are watched from the next position on, and decode's record begins with the token that prefill drew, so overlaps are the
+rule and are cut off here; a gap makes the request watch again. Log-probabilities of the prompt, where they are wanted,
+come in the same way from the worker that computes it; the answers are watched once they are all there.
 
-A later attempt is handed the delivered ids as forced input. An attempt that was started from fewer ids than have been
+Several answers end one by one, and the request with the last of them. A later attempt is handed those that have not
+ended, with the delivered ids of each as forced input. An attempt that was started from other ids than have been
 delivered since could continue a different text, so it is refused and asked for again.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from enum import Enum
 from typing import assert_never
 
-from cluster.core.ids import AttemptId, Outcome, WorkerId
+from cluster.core.ids import Outcome, WorkerId
 from cluster.core.limits import NS_PER_MS, NS_PER_S
 from cluster.core.messages import (
     AttemptFailed,
@@ -34,10 +34,17 @@ from cluster.core.messages import (
     Resubmit,
     StreamLost,
     Submit,
-    WorkerRef,
 )
-from cluster.core.token_messages import TokenInfo, Watch
-from cluster.front.request_effects import Deliver, Effect, End, ForgetWorker, ToCoordinator, WatchWorker
+from cluster.core.token_messages import PROMPT_CHOICE, TokenInfo, TokenRun
+from cluster.front.request_answers import Answer, Answers, Track
+from cluster.front.request_effects import (
+    Deliver,
+    DeliverScores,
+    Effect,
+    End,
+    EndChoice,
+    ToCoordinator,
+)
 from cluster.front.request_events import (
     ClientGone,
     CoordinatorLost,
@@ -52,28 +59,19 @@ from cluster.front.request_events import (
     WorkerStreamLost,
     WorkerStreamRestored,
 )
+from cluster.front.request_legs import AttemptLegs
 from cluster.front.request_spec import RequestLimits, RequestSpec
 from cluster.front.request_timeline import TimelineRecorder
 
 
 class Phase(Enum):
-    """See the diagram above: WAITING for a placement, RUNNING on an attempt's workers, CHECKING the last text."""
+    """See the diagram above: WAITING for a placement, RUNNING on an attempt's workers, CHECKING the last texts."""
 
     NEW = "new"
     WAITING = "waiting"
     RUNNING = "running"
     CHECKING = "checking"
     ENDED = "ended"
-
-
-@dataclass(slots=True)
-class _Leg:
-    """A worker of the current attempt. `is_done`: it has sent all it has to send."""
-
-    ref: WorkerRef
-    is_done: bool = False
-    lost_since_ns: int | None = None
-    lost_reason: str = ""
 
 
 class FrontRequest:
@@ -85,26 +83,25 @@ class FrontRequest:
         self._limits = limits or RequestLimits()
         self._epoch = 0
         self._attempt = 0  # the current attempt, or the last one known to be over
-        self._legs: list[_Leg] = []  # prefill (if there is one), then decode
-        self._delivered_ids: list[int] = []
-        self._num_forced = 0  # delivered ids that the coordinator was last given
-        self._rewatched_at: int | None = None
+        self._legs: AttemptLegs | None = None  # while it runs
+        self._answers = Answers(spec.body)
+        self._told_body = spec.body  # what the coordinator was last given
         self._is_stream_reported = False
         self._coordinator_lost_ns: int | None = None
         self._first_token_due_ns: int | None = None
         self._timeline = TimelineRecorder(0)
-        self._finish: Outcome | None = None
 
     # ---- views -------------------------------------------------------------------------------------------------
 
     @property
     def num_delivered(self) -> int:
-        return len(self._delivered_ids)
+        """Tokens, of all answers together."""
+        return self._answers.num_delivered
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
         """Whose token streams matter to the current attempt."""
-        return tuple(leg.ref.worker for leg in self._legs)
+        return () if self._legs is None else self._legs.workers
 
     def live(self) -> LiveRequest:
         """How this request is announced to a coordinator that has come back; one of attempt 0 is submitted anew."""
@@ -119,13 +116,19 @@ class FrontRequest:
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the state contradicts itself."""
-        assert bool(self._legs) == (self.phase is Phase.RUNNING or self.phase is Phase.CHECKING), self.phase
-        assert len(self._legs) <= 2
-        assert self._num_forced <= self.num_delivered
-        assert (self._finish is not None) == (self.phase is Phase.CHECKING)
-        assert self._attempt >= 1 or not self._delivered_ids
+        self._answers.check_invariants()
+        if self._legs is None:
+            assert self.phase is not Phase.RUNNING
+        else:
+            assert self.phase in (Phase.RUNNING, Phase.CHECKING), self.phase
+            self._legs.check_invariants()
+        assert self._attempt >= 1 or not self.num_delivered
+        if self.phase in (Phase.NEW, Phase.WAITING, Phase.RUNNING):
+            assert self._answers.live(), "nothing is left to wait for"
+        if self.phase is Phase.CHECKING:
+            assert not self._answers.live() and not self._answers.have_ended
         if self.phase is Phase.WAITING:
-            assert self._num_forced == self.num_delivered, "the coordinator was not told of all delivered tokens"
+            assert self._answers.fit(self._told_body), "the coordinator was not told of all delivered tokens"
         if self.phase is Phase.ENDED:
             assert self.next_deadline_ns() is None
 
@@ -159,11 +162,11 @@ class FrontRequest:
             case ClientGone():
                 self._on_client_gone(now_ns, event, out)
             case StopMatched():
-                assert 0 < event.num_tokens <= self.num_delivered
-                self._complete(out, Outcome.STOP, event.num_tokens)
+                self._on_stop_matched(event, out)
             case NoStopMatched():
-                assert self._finish is not None, "NoStopMatched answers a Deliver that was marked last"
-                self._complete(out, self._finish, self.num_delivered)
+                answer = self._answers.get(event.choice)
+                assert answer is not None and answer.finish is not None, "it answers a Deliver that was marked last"
+                self._end_choice(out, answer, answer.finish, answer.next_position)
             case Tick():
                 self._on_tick(now_ns, out)
             case _:
@@ -198,17 +201,19 @@ class FrontRequest:
             return
         self._drop_legs(out)
         self._attempt = placed.attempt.attempt
-        if self._num_forced != self.num_delivered:
+        if not self._answers.fit(self._told_body):
             self._resubmit(out)
             return
         self.phase = Phase.RUNNING
         self._timeline.placed(placed)
-        self._rewatched_at = None
         self._is_stream_reported = False
         refs = (placed.decode,) if placed.prefill is None else (placed.prefill, placed.decode)
-        self._legs = [_Leg(ref) for ref in refs]
-        for leg in self._legs:
-            self._watch(leg, out)
+        self._legs = AttemptLegs(placed.attempt, refs, self._answers)
+        self._legs.watch_all(out)
+        for choice in self._told_body.choices:
+            answer = self._answers.get(choice)
+            if answer is not None and not answer.is_live:
+                self._legs.stop(choice, out)  # its end was found after the coordinator had been told
 
     def _on_attempt_failed(self, failed: AttemptFailed, out: list[Effect]) -> None:
         is_over = self.phase is Phase.WAITING and failed.attempt.attempt == self._attempt
@@ -219,39 +224,85 @@ class FrontRequest:
         self._resubmit(out)
 
     def _on_run(self, now_ns: int, event: RunReceived, out: list[Effect]) -> None:
-        run = event.run
-        leg = self._leg_of(event.worker)
-        if self.phase is not Phase.RUNNING or leg is None or run.choice != 0 or run.attempt != self._attempt_id():
+        run, legs = event.run, self._legs
+        if self.phase is not Phase.RUNNING or legs is None or run.attempt != legs.attempt:
             return
-        if run.position > self.num_delivered:
-            self._watch_again(leg, out)
+        leg, track = legs.of(event.worker), self._track_of(run.choice)
+        if leg is None or track is None:
+            return
+        if run.position > track.next_position:
+            legs.watch_again(leg, track, out)
             return
         if run.timeline is not None:
             self._timeline.leg(run.timeline)
-        fresh = run.tokens[self.num_delivered - run.position :]
-        is_end = run.finish is not None and run.position + len(run.tokens) == self.num_delivered + len(fresh)
-        self._deliver(now_ns, fresh, is_last=is_end and self.spec.has_stop_strings, out=out)
-        if is_end:
-            assert run.finish is not None
-            self._finished(run.finish, out)
-        elif run.leg_done and not leg.is_done:
-            leg.is_done = True
-            out.append(ForgetWorker(worker=leg.ref.worker, attempt=run.attempt))
-
-    def _deliver(self, now_ns: int, fresh: tuple[TokenInfo, ...], *, is_last: bool, out: list[Effect]) -> None:
-        if fresh or is_last:
-            out.append(Deliver(position=self.num_delivered, tokens=fresh, last=is_last))
-        if fresh:
-            self._delivered_ids.extend(token.token_id for token in fresh)
-            self._timeline.tokens(now_ns, len(fresh))
-            self._rewatched_at = None
-
-    def _finished(self, outcome: Outcome, out: list[Effect]) -> None:
-        if self.spec.has_stop_strings:
-            self.phase = Phase.CHECKING
-            self._finish = outcome
+        fresh = run.tokens[track.next_position - run.position :]
+        if isinstance(track, Answer):
+            self._on_tokens(now_ns, track, run, fresh, out)
         else:
-            self._complete(out, outcome, self.num_delivered)
+            self._deliver_scores(track, fresh, out)
+        if run.leg_done and self._legs is legs and self.phase is Phase.RUNNING:
+            legs.has_sent(leg, run.choice, out)
+
+    def _track_of(self, choice: int) -> Track | None:
+        """What is wanted under that number now; None if nothing is."""
+        if not self._answers.has_scores:
+            return self._answers.scores if choice == PROMPT_CHOICE else None
+        answer = self._answers.get(choice)
+        return answer if answer is not None and answer.is_live else None
+
+    def _deliver_scores(self, track: Track, fresh: tuple[TokenInfo, ...], out: list[Effect]) -> None:
+        if not fresh:
+            return
+        out.append(DeliverScores(position=track.next_position, tokens=fresh))
+        track.next_position += len(fresh)
+        track.rewatched_at = None
+        if self._answers.has_scores and self._legs is not None:
+            self._legs.watch_all(out)
+
+    def _on_tokens(
+        self, now_ns: int, answer: Answer, run: TokenRun, fresh: tuple[TokenInfo, ...], out: list[Effect]
+    ) -> None:
+        is_end = run.finish is not None and run.position + len(run.tokens) == answer.next_position + len(fresh)
+        is_checked = is_end and self.spec.has_stop_strings
+        if fresh or is_checked:
+            out.append(Deliver(choice=answer.choice, position=answer.next_position, tokens=fresh, last=is_checked))
+        if fresh:
+            answer.delivered_ids.extend(token.token_id for token in fresh)
+            answer.next_position += len(fresh)
+            answer.rewatched_at = None
+            if self._legs is not None:
+                self._legs.has_progress = True
+            self._timeline.tokens(now_ns, answer.choice, len(fresh))
+        if not is_end:
+            return
+        assert run.finish is not None
+        if is_checked:
+            self._finish(answer, run.finish, out)
+        else:
+            self._end_choice(out, answer, run.finish, answer.next_position)
+
+    def _on_stop_matched(self, event: StopMatched, out: list[Effect]) -> None:
+        answer = self._answers.get(event.choice)
+        assert answer is not None and 0 < event.num_tokens <= answer.next_position
+        self._end_choice(out, answer, Outcome.STOP, event.num_tokens)
+        if self._legs is not None and self.phase is Phase.RUNNING:
+            self._legs.stop(answer.choice, out)
+
+    def _finish(self, answer: Answer, outcome: Outcome, out: list[Effect]) -> None:
+        """No more tokens of the answer are wanted."""
+        answer.finish = outcome
+        if not self._answers.live():
+            self.phase = Phase.CHECKING
+        elif self._legs is not None:
+            self._legs.finish(answer.choice, out)
+
+    def _end_choice(self, out: list[Effect], answer: Answer, outcome: Outcome, num_tokens: int) -> None:
+        """The answer is complete, and with the last of them the request."""
+        self._finish(answer, outcome, out)
+        answer.num_tokens = num_tokens
+        out.append(EndChoice(choice=answer.choice, outcome=outcome))
+        if self._answers.have_ended:
+            self._complete(out)
 
     def _on_client_gone(self, now_ns: int, event: ClientGone, out: list[Effect]) -> None:
         # At its deadline a client hangs up as well, and that may be noticed first.
@@ -261,17 +312,16 @@ class FrontRequest:
             self._cancel(out, Outcome.CANCELLED, event.reason)
 
     def _on_stream_lost(self, now_ns: int, event: WorkerStreamLost) -> None:
-        leg = self._leg_of(event.worker)
+        leg = None if self._legs is None else self._legs.of(event.worker)
         if leg is not None and leg.lost_since_ns is None:
             leg.lost_since_ns = now_ns
             leg.lost_reason = event.reason
 
     def _on_stream_restored(self, event: WorkerStreamRestored, out: list[Effect]) -> None:
-        leg = self._leg_of(event.worker)
-        if leg is not None:
+        leg = None if self._legs is None else self._legs.of(event.worker)
+        if self._legs is not None and leg is not None:
             leg.lost_since_ns = None
-            if not leg.is_done:
-                self._watch(leg, out)
+            self._legs.watch(leg, out)
 
     def _on_coordinator_regained(self, now_ns: int, out: list[Effect]) -> None:
         """What was sent last may be lost: ask again. Submit is idempotent, so is Resubmit of one failed attempt."""
@@ -290,7 +340,7 @@ class FrontRequest:
             reason = f"no token came within max_latency_ms ({self.spec.max_latency_ms})"
             self._cancel(out, Outcome.REJECTED_OVERLOAD, reason)
         elif _is_due(self._stream_due_ns(), now_ns):
-            self._report_stream_lost(now_ns, out)
+            self._report_stream_lost(out)
         if self.phase is not Phase.ENDED and _is_due(self._coordinator_due_ns(), now_ns):
             seconds = self._limits.coordinator_lost_ns / NS_PER_S
             self._end(out, Outcome.WORKER_LOST, f"the coordinator has been out of reach for {seconds:g} s")
@@ -298,14 +348,12 @@ class FrontRequest:
     # ---- what is due when --------------------------------------------------------------------------------------
 
     def _latency_due_ns(self) -> int | None:
-        return None if self._delivered_ids else self._first_token_due_ns
+        return None if self.num_delivered else self._first_token_due_ns
 
     def _stream_due_ns(self) -> int | None:
         """When the first worker that must be heard will have been out of reach for too long."""
-        since = [leg.lost_since_ns for leg in self._needed_legs() if leg.lost_since_ns is not None]
-        if not since or self._is_stream_reported:
-            return None
-        return min(since) + self._limits.stream_lost_ns
+        lost = None if self._legs is None or self._is_stream_reported else self._legs.first_lost()
+        return None if lost is None or lost.lost_since_ns is None else lost.lost_since_ns + self._limits.stream_lost_ns
 
     def _coordinator_due_ns(self) -> int | None:
         needs_coordinator = self.phase is Phase.WAITING or self._is_stream_reported
@@ -313,24 +361,14 @@ class FrontRequest:
             return None
         return self._coordinator_lost_ns + self._limits.coordinator_lost_ns
 
-    def _needed_legs(self) -> list[_Leg]:
-        """Decode always; prefill until the attempt's first token is here, from whichever of them."""
-        return self._legs if self.num_delivered == self._num_forced else self._legs[-1:]
-
-    def _report_stream_lost(self, now_ns: int, out: list[Effect]) -> None:
-        lost = [leg for leg in self._needed_legs() if leg.lost_since_ns is not None]
-        leg = min(lost, key=lambda leg: (leg.lost_since_ns or 0, leg.ref.worker))
+    def _report_stream_lost(self, out: list[Effect]) -> None:
+        lost = None if self._legs is None else self._legs.first_lost()
+        assert self._legs is not None and lost is not None
         self._is_stream_reported = True
-        message = StreamLost(attempt=self._attempt_id(), worker=leg.ref.worker, reason=leg.lost_reason)
+        message = StreamLost(attempt=self._legs.attempt, worker=lost.ref.worker, reason=lost.lost_reason)
         out.append(ToCoordinator(message=message))
 
     # ---- parts of effects --------------------------------------------------------------------------------------
-
-    def _attempt_id(self) -> AttemptId:
-        return AttemptId(self.spec.request_id, self._attempt)
-
-    def _leg_of(self, worker: WorkerId) -> _Leg | None:
-        return next((leg for leg in self._legs if leg.ref.worker == worker), None)
 
     def _submit(self, now_ns: int, out: list[Effect]) -> None:
         spec = self.spec
@@ -339,6 +377,7 @@ class FrontRequest:
             request_id=spec.request_id,
             num_prompt_tokens=len(spec.body.prompt_ids),
             max_tokens=spec.body.sampling.max_tokens,
+            num_choices=len(spec.body.choices),
             block_hashes=spec.block_hashes,
             priority=spec.body.priority,
             tenant=spec.tenant,
@@ -352,34 +391,30 @@ class FrontRequest:
     def _resubmit(self, out: list[Effect]) -> None:
         """From here on nothing of the failed attempt is accepted: the next one starts from exactly these ids."""
         self.phase = Phase.WAITING
-        self._num_forced = self.num_delivered
+        body = self._told_body = self._answers.body()
+        num_delivered = len(body.delivered_ids)
         message = Resubmit(
-            request_id=self.spec.request_id, failed_attempt=self._attempt, num_delivered=self.num_delivered
+            request_id=self.spec.request_id,
+            failed_attempt=self._attempt,
+            num_delivered=num_delivered,
+            num_choices=len(body.choices),
+            num_unshared=sum(len(sibling.delivered_ids) - num_delivered for sibling in body.siblings),
         )
-        body = dataclasses.replace(self.spec.body, delivered_ids=tuple(self._delivered_ids))
         out.append(ToCoordinator(message=message, body=body))
 
-    def _watch(self, leg: _Leg, out: list[Effect]) -> None:
-        watch = Watch(attempt=self._attempt_id(), choice=0, next_position=self.num_delivered)
-        out.append(WatchWorker(ref=leg.ref, watch=watch))
-
-    def _watch_again(self, leg: _Leg, out: list[Effect]) -> None:
-        """Tokens are missing before a run: ask for them, once for each position that is waited for."""
-        if self._rewatched_at != self.num_delivered:
-            self._rewatched_at = self.num_delivered
-            self._watch(leg, out)
-
     def _drop_legs(self, out: list[Effect]) -> None:
-        for leg in self._legs:
-            if not leg.is_done:
-                out.append(ForgetWorker(worker=leg.ref.worker, attempt=self._attempt_id()))
-        self._legs = []
+        if self._legs is not None:
+            self._legs.drop(out)
+            self._legs = None
 
-    def _complete(self, out: list[Effect], outcome: Outcome, num_tokens: int) -> None:
-        """The answer is complete: tell everyone."""
-        done = RequestDone(request_id=self.spec.request_id, outcome=outcome, num_output_tokens=num_tokens)
+    def _complete(self, out: list[Effect]) -> None:
+        """All answers are complete: tell everyone."""
+        outcome = self._answers.outcome
+        done = RequestDone(
+            request_id=self.spec.request_id, outcome=outcome, num_output_tokens=self._answers.num_output_tokens
+        )
         out.append(ToCoordinator(message=done))
-        self._end(out, outcome, "", num_tokens=num_tokens)
+        self._end(out, outcome, "")
 
     def _cancel(self, out: list[Effect], outcome: Outcome, reason: str) -> None:
         message = CancelRequest(request_id=self.spec.request_id, outcome=outcome, reason=reason)
@@ -393,15 +428,13 @@ class FrontRequest:
         reason: str,
         *,
         retry_after_ms: int | None = None,
-        num_tokens: int | None = None,
     ) -> None:
         report = self._timeline.report(
-            num_output_tokens=self.num_delivered if num_tokens is None else num_tokens,
+            num_output_tokens=self._answers.num_output_tokens,
             num_prompt_tokens=len(self.spec.body.prompt_ids),
         )
         self._drop_legs(out)
         self.phase = Phase.ENDED
-        self._finish = None
         out.append(End(outcome=outcome, reason=reason, retry_after_ms=retry_after_ms, report=report))
 
 

@@ -33,10 +33,14 @@ class WatchWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetWorker:
-    """Send Forget for the attempt to that worker (dropped if its stream is down: the worker's own limit applies)."""
+    """Send Forget for the attempt to that worker (dropped if its stream is down: the worker's own limit applies).
+
+    With a choice only that answer is meant, and is not to be continued.
+    """
 
     worker: WorkerId
     attempt: AttemptId
+    choice: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +51,26 @@ class Deliver:
     NoStopMatched.
     """
 
+    choice: int
     position: int
     tokens: tuple[TokenInfo, ...]
     last: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeliverScores:
+    """Hand the log-probabilities of these prompt tokens to the client, each once, before any token of an answer."""
+
+    position: int
+    tokens: tuple[TokenInfo, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndChoice:
+    """That answer is complete, once for each, before a good End."""
+
+    choice: int
+    outcome: Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,4 +83,4 @@ class End:
     report: RequestReport
 
 
-Effect = ToCoordinator | WatchWorker | ForgetWorker | Deliver | End
+Effect = ToCoordinator | WatchWorker | ForgetWorker | Deliver | DeliverScores | EndChoice | End

@@ -63,14 +63,17 @@ class ClientGone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopMatched:
-    """The delivered text holds a stop string, completed by the token that is number `num_tokens` (from 1)."""
+    """That answer's delivered text holds a stop string, completed by the token that is number `num_tokens` (from 1)."""
 
+    choice: int
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoStopMatched:
     """Answers the Deliver that was marked `last`: its text was searched and holds no stop string."""
+
+    choice: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ class RequestSpec:
     """A validated request.
 
     Attributes:
-        body: complete; `delivered_ids` is empty. block_hashes: of the prompt's full blocks, in order.
+        body: complete; nothing is delivered of any answer yet. block_hashes: of the prompt's full blocks, in order.
         deadline_ns: the client's deadline on the owner's clock, None if it has none.
         max_latency_ms: longest time to the first token that is of use to the client, None if there is no limit.
         has_stop_strings: the owner searches the delivered text and reports StopMatched.

@@ -19,8 +19,8 @@ class RequestReport:
         prefill_ms, push_ms: of the last attempt, as its workers measured them.
         first_token_ms: from the start of the request to its first token, as delivered.
         decode_ms: from the first delivered token to the last.
-        handover_gap_ms: in the last attempt, the gap before its second token less the median of the later gaps; None
-            where no hand-over took place or no gap follows it.
+        handover_gap_ms: in the last attempt, the gap before the second token less the median of the later gaps, of
+            the answer that came first; None where no hand-over took place or no gap follows it.
         prefill_worker, decode_worker: names of the last attempt's workers; prefill is empty where decode read the
             prompt, both where the request was never placed.
         num_cached_tokens: prompt tokens whose KV was found in a prefix cache.
@@ -56,24 +56,29 @@ class TimelineRecorder:
         self._placed: Placed | None = None
         self._legs: list[LegTimeline] = []
         self._attempt_token_ns: list[int] = []
+        self._attempt_choice: int | None = None
 
     def placed(self, placed: Placed) -> None:
         self._placed = placed
         self._num_attempts += 1
         self._legs = []
         self._attempt_token_ns = []
+        self._attempt_choice = None
 
     def leg(self, timeline: LegTimeline) -> None:
         """A worker of the current attempt has reported its part."""
         self._legs.append(timeline)
 
-    def tokens(self, now_ns: int, num_tokens: int) -> None:
-        """So many tokens were delivered now."""
+    def tokens(self, now_ns: int, choice: int, num_tokens: int) -> None:
+        """So many tokens of that answer were delivered now."""
         if self._first_token_ns is None:
             self._first_token_ns = now_ns
         self._last_token_ns = now_ns
         self._num_tokens += num_tokens
-        self._attempt_token_ns.extend([now_ns] * num_tokens)
+        if self._attempt_choice is None:
+            self._attempt_choice = choice
+        if choice == self._attempt_choice:
+            self._attempt_token_ns.extend([now_ns] * num_tokens)
 
     def report(self, *, num_output_tokens: int, num_prompt_tokens: int) -> RequestReport:
         placed = self._placed

@@ -31,14 +31,16 @@ logger = logging.getLogger(__name__)
 
 
 class _Session:
-    """One request: its state machine, its text, and what waits for its client, who knows it as `request_id`."""
+    """One request: its state machine, the text of each answer whose end has not been found, and what waits for its
+    client, who knows it as `request_id`."""
 
-    def __init__(self, request_id: str, request: FrontRequest, text: OutputText, output: ClientOutput) -> None:
+    def __init__(
+        self, request_id: str, request: FrontRequest, texts: dict[int, OutputText], output: ClientOutput
+    ) -> None:
         self.request_id = request_id
         self.request = request
-        self.text = text
+        self.texts = texts
         self.output = output
-        self.is_text_finished = False
         self.alarm: asyncio.TimerHandle | None = None
         self.alarm_ns: int | None = None
 
@@ -80,16 +82,20 @@ class Sessions:
     def now_ns(self) -> int:
         return self._clock_ns()
 
-    def open(self, spec: RequestSpec, text: OutputText) -> ClientOutput:
-        """Starts the request. Raises DuplicateRequestError if one of that id is running."""
+    def open(self, spec: RequestSpec, make_text: Callable[[], OutputText]) -> ClientOutput:
+        """Starts the request; `make_text` is called once for each answer.
+
+        Raises DuplicateRequestError if one of that id is running.
+        """
         request_id = spec.request_id
         if request_id in self._cluster_ids:
             raise DuplicateRequestError(f"request_id: a request {request_id!r} is running already")
-        output = ClientOutput(request_id, with_logprobs=spec.body.sampling.logprobs is not None)
+        choices = spec.body.choices
+        output = ClientOutput(request_id, choices=choices, with_logprobs=spec.body.sampling.logprobs is not None)
         cluster_id = f"{request_id}/{uuid.uuid4().hex}" if request_id in self._used_ids else request_id
         request = FrontRequest(dataclasses.replace(spec, request_id=cluster_id), self._limits)
         self._cluster_ids[request_id] = cluster_id
-        self._sessions[cluster_id] = _Session(request_id, request, text, output)
+        self._sessions[cluster_id] = _Session(request_id, request, {choice: make_text() for choice in choices}, output)
         self.handle(cluster_id, events.Start())
         if not self.link.is_up:
             self.handle(cluster_id, events.CoordinatorLost())
@@ -180,34 +186,43 @@ class Sessions:
                 if down_reason is not None:
                     return events.WorkerStreamLost(worker=effect.ref.worker, reason=down_reason)
             case effects.ForgetWorker():
-                self.streams.forget(effect.worker, effect.attempt)
+                self.streams.forget(effect.worker, effect.attempt, effect.choice)
+            case effects.DeliverScores():
+                session.output.add_scores(effect.tokens)
+            case effects.EndChoice():
+                self._finish_text(session, effect.choice)
+                session.output.end_choice(effect.choice, effect.outcome)
             case effects.End():
                 self._end(session, effect)
         return None
 
     def _deliver(self, session: _Session, effect: effects.Deliver) -> events.Event | None:
-        piece = session.text.push([token.token_id for token in effect.tokens])
-        session.output.add(effect.tokens[: piece.num_tokens], piece.text)
+        choice = effect.choice
+        piece = session.texts[choice].push([token.token_id for token in effect.tokens])
+        session.output.add(choice, effect.tokens[: piece.num_tokens], piece.text)
         is_stopped = piece.is_stopped
-        if effect.last and not is_stopped:
-            is_stopped = self._finish_text(session)
         if is_stopped:
-            session.is_text_finished = True
-            return events.StopMatched(num_tokens=effect.position + piece.num_tokens)
+            del session.texts[choice]
+        elif effect.last:
+            is_stopped = self._finish_text(session, choice)
+        if is_stopped:
+            return events.StopMatched(choice=choice, num_tokens=effect.position + piece.num_tokens)
         if session.output.is_overflowing:
             return events.ClientGone(reason=f"the client is more than {MAX_WAITING_TOKENS} tokens behind")
-        return events.NoStopMatched() if effect.last else None
+        return events.NoStopMatched(choice=choice) if effect.last else None
 
-    def _finish_text(self, session: _Session) -> bool:
-        """Sends what was held back; returns whether that completes a stop string."""
-        session.is_text_finished = True
-        rest = session.text.finish()
-        session.output.add((), rest.text)
+    def _finish_text(self, session: _Session, choice: int) -> bool:
+        """Sends what was held back, if the text has not ended; returns whether that completes a stop string."""
+        text = session.texts.pop(choice, None)
+        if text is None:
+            return False
+        rest = text.finish()
+        session.output.add(choice, (), rest.text)
         return rest.is_stopped
 
     def _end(self, session: _Session, end: effects.End) -> None:
-        if not session.is_text_finished:
-            self._finish_text(session)
+        for choice in list(session.texts):
+            self._finish_text(session, choice)
         session.output.finish(end)
         del self._sessions[session.request.spec.request_id]
         del self._cluster_ids[session.request_id]

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from baton.v1 import inference_pb2
 from cluster.core.errors import InvalidRequestError, NotFoundError
+from cluster.core.limits import MAX_CHOICES
 from cluster.front.settings import DEFAULT_MAX_TOKENS, ServedModel
 from cluster.front.tokenizer import ChatTemplateError, ChatTurn
-from engine.core.request import RequestBody
+from engine.core.request import RequestBody, Sibling
 from engine.core.sampling import SamplingParams
 
 MAX_STOP_STRINGS = 16
@@ -40,6 +41,7 @@ class CheckedRequest:
     text: str
     add_special_tokens: bool
     sampling: SamplingParams
+    num_choices: int
     stop: tuple[str, ...]
     priority: int
     tenant: str
@@ -67,7 +69,13 @@ class CheckedRequest:
         """What the engine gets: `max_tokens` is cut to what the context has room for."""
         max_tokens = min(self.sampling.max_tokens, model.max_model_tokens - len(prompt_ids))
         sampling = replace(self.sampling, max_tokens=max_tokens, min_tokens=min(self.sampling.min_tokens, max_tokens))
-        return RequestBody(prompt_ids=prompt_ids, sampling=sampling, cache_salt=self.cache_salt, priority=self.priority)
+        return RequestBody(
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            siblings=tuple(Sibling(choice=choice) for choice in range(1, self.num_choices)),
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+        )
 
 
 def check_request(request: inference_pb2.GenerateRequest, model: ServedModel, seed: int) -> CheckedRequest:
@@ -99,6 +107,7 @@ def check_request(request: inference_pb2.GenerateRequest, model: ServedModel, se
         text=text,
         add_special_tokens=field == "prompt",
         sampling=_sampling(request.sampling, model, seed),
+        num_choices=_num_choices(request.sampling),
         stop=_stop_strings(request),
         priority=request.priority,
         tenant=request.tenant,
@@ -152,8 +161,6 @@ def _render(messages: object, model: ServedModel) -> str:
 
 def _sampling(wire: inference_pb2.SamplingParams, model: ServedModel, seed: int) -> SamplingParams:
     """Fills in the defaults. Ranges are checked by SamplingParams itself, whose messages begin with the field."""
-    if wire.HasField("num_choices") and wire.num_choices != 1:
-        raise InvalidRequestError("sampling.num_choices", f"only 1 is served yet, got {wire.num_choices}")
     for name, token_ids in (("stop_token_ids", wire.stop_token_ids), ("logit_bias", wire.logit_bias)):
         for token_id in token_ids:
             if token_id >= model.vocab_size:
@@ -173,11 +180,22 @@ def _sampling(wire: inference_pb2.SamplingParams, model: ServedModel, seed: int)
             stop_token_ids=tuple(wire.stop_token_ids),
             ignore_eos=wire.ignore_eos,
             logprobs=wire.logprobs if wire.HasField("logprobs") else None,
+            prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,
             logit_bias=tuple(sorted(wire.logit_bias.items())),
         )
     except ValueError as error:
         name, _, message = str(error).partition(" ")
         raise InvalidRequestError(f"sampling.{name}", message) from error
+
+
+def _num_choices(wire: inference_pb2.SamplingParams) -> int:
+    if not wire.HasField("num_choices"):
+        return 1
+    if not 1 <= wire.num_choices <= MAX_CHOICES:
+        raise InvalidRequestError(
+            "sampling.num_choices", f"must be between 1 and {MAX_CHOICES}, got {wire.num_choices}"
+        )
+    return wire.num_choices
 
 
 def _stop_strings(request: inference_pb2.GenerateRequest) -> tuple[str, ...]:

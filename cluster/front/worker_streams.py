@@ -56,10 +56,10 @@ class WorkerStreams:
             stream.outbox.send(encode_token_request(watch))
         return stream.down_reason
 
-    def forget(self, worker: WorkerId, attempt: AttemptId) -> None:
+    def forget(self, worker: WorkerId, attempt: AttemptId, choice: int | None) -> None:
         stream = self._streams.get(worker)
         if stream is not None and stream.outbox is not None:
-            stream.outbox.send(encode_token_request(Forget(attempt=attempt)))
+            stream.outbox.send(encode_token_request(Forget(attempt=attempt, choice=choice)))
 
     async def _keep(self, worker: WorkerId, stream: _WorkerStream) -> None:
         reason = "it is not needed any more"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from cluster.core.ids import Outcome
 from cluster.sim.kv_memory import ContextHash, KVMemory, mix
@@ -61,6 +62,17 @@ def hash_history(token_ids: Sequence[int]) -> int:
 def logprob(context: ContextHash, token_id: int) -> float:
     """Of a prompt token after `context`. (Its low bits do not vary here.)"""
     return -(mix(context.value, token_id) % 1000) / 100
+
+
+def prompt_logprobs(prompt_ids: Sequence[int], sampling: SamplingParams) -> list[float]:
+    """Of each prompt token but the first, if they are asked for; computed without pool or chunks."""
+    if sampling.prompt_logprobs is None:
+        return []
+    context, scores = ContextHash(), []
+    for token_id, following_id in pairwise(prompt_ids):
+        context.append(token_id)
+        scores.append(logprob(context, following_id))
+    return scores
 
 
 def run_plan(plan: StepPlan, memory: KVMemory, variant: int = 0) -> StepResult:

@@ -185,6 +185,10 @@ class FrontNode:
                 self._forget(effect)
             case effects.Deliver():
                 return self._deliver(live, effect)
+            case effects.DeliverScores():
+                live.client.on_scores(effect.position, effect.tokens)
+            case effects.EndChoice():
+                live.client.on_choice_end(effect.choice, effect.outcome)
             case effects.End():
                 del self._live[request_id]
                 live.client.on_end(effect.outcome, effect.reason, effect.retry_after_ms)
@@ -193,11 +197,12 @@ class FrontNode:
     def _forget(self, effect: effects.ForgetWorker) -> None:
         link = self._links.get(effect.worker)
         if link is not None and link.stream is not None:
-            link.stream.send(Forget(attempt=effect.attempt))
+            link.stream.send(Forget(attempt=effect.attempt, choice=effect.choice))
 
     def _deliver(self, live: _Live, effect: effects.Deliver) -> events.Event | None:
         """The detokenizer's part: the text is searched for a stop string, here a pair of tokens."""
-        matched = live.client.on_tokens(effect.position, tuple(token.token_id for token in effect.tokens))
+        choice = effect.choice
+        matched = live.client.on_tokens(choice, effect.position, tuple(token.token_id for token in effect.tokens))
         if matched is not None:
-            return events.StopMatched(num_tokens=matched)
-        return events.NoStopMatched() if effect.last else None
+            return events.StopMatched(choice=choice, num_tokens=matched)
+        return events.NoStopMatched(choice=choice) if effect.last else None

@@ -90,6 +90,7 @@ def _request(draw: random.Random, shape: Scenario, index: int, stems: list[list[
         arrival_ns=arrival_ns,
         prompt_ids=tuple(prompt),
         sampling=_sampling(draw, shape.max_model_tokens - len(prompt)),
+        num_choices=draw.choice((1, 1, 1, 2, 4)),
         deadline_ns=_log_uniform(draw, 5 * MILLISECOND_NS, 5 * SECOND_NS) if has_deadline else None,
         max_latency_ms=draw.choice((5, 50, 2000)) if draw.random() < 0.05 else None,
         leave_ns=_log_uniform(draw, MILLISECOND_NS, SECOND_NS) if leaves else None,
@@ -111,6 +112,7 @@ def _sampling(draw: random.Random, room: int) -> SamplingParams:
         min_tokens=min(max_tokens, draw.choice((0, 0, 0, 3))),
         stop_token_ids=tuple(_random_tokens(draw, draw.choice((0, 0, 1, 4)))),
         ignore_eos=draw.random() < 0.3,
+        prompt_logprobs=draw.choice((None, None, None, 0)),
     )
 
 

@@ -22,6 +22,7 @@ class Request:
         arrival_ns: when the client calls its front, which is number `front`.
         deadline_ns: the client's deadline after its arrival, None if it has none.
         leave_ns: the client leaves so long after its arrival; leave_after_tokens: once it has so many tokens.
+        num_choices: answers asked for.
         stop_pair: two token ids that stand for a stop string.
         is_invalid: it can never fit and must be refused.
     """
@@ -31,6 +32,7 @@ class Request:
     arrival_ns: int
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    num_choices: int = 1
     deadline_ns: int | None = None
     max_latency_ms: int | None = None
     leave_ns: int | None = None

@@ -21,7 +21,7 @@ from cluster.sim.shape import MODEL_FINGERPRINT, cluster_config, worker_config
 from cluster.sim.trace import Trace
 from cluster.sim.worker_node import WorkerNode
 from engine.core.block_hash import extra_key, hash_blocks
-from engine.core.request import RequestBody
+from engine.core.request import RequestBody, Sibling
 
 MAX_EVENTS = 200_000
 MAX_CLOCK_OFFSET_NS = 10**12
@@ -188,6 +188,7 @@ class World:
             body=RequestBody(
                 prompt_ids=request.prompt_ids,
                 sampling=request.sampling,
+                siblings=tuple(Sibling(choice=choice) for choice in range(1, request.num_choices)),
                 cache_salt=request.cache_salt,
                 priority=request.priority,
             ),

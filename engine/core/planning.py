@@ -187,7 +187,8 @@ class StepBuilder:
         sequence.num_computed = len(cached) * self._config.block_size
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed
-            self._pool.count_lookup(sequence.num_tokens, sequence.num_computed)
+            if not sequence.is_scoring:
+                self._pool.count_lookup(sequence.num_tokens, sequence.num_computed)
         sequence.phase = SequencePhase.RUNNING
         self._waiting.remove(sequence)
         self._running.add(sequence)

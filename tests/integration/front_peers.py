@@ -30,7 +30,16 @@ from cluster.core.messages import (
     Submit,
     WorkerRef,
 )
-from cluster.core.token_messages import Forget, StreamHello, TokenBatch, TokenInfo, TokenRequest, TokenRun, Watch
+from cluster.core.token_messages import (
+    PROMPT_CHOICE,
+    Forget,
+    StreamHello,
+    TokenBatch,
+    TokenInfo,
+    TokenRequest,
+    TokenRun,
+    Watch,
+)
 from cluster.front.request_spec import RequestLimits
 from cluster.front.server import run_front
 from cluster.front.settings import FrontSettings
@@ -43,6 +52,7 @@ from cluster.wire.codec import (
     encode_to_front,
 )
 from engine.core.request import RequestBody
+from tests.support.worker_pair import delivered_of
 
 TIMEOUT_S = 10.0
 MAX_MODEL_TOKENS = 512
@@ -92,7 +102,8 @@ class Script:
     """What becomes of a request.
 
     Attributes:
-        token_ids: what the workers emit. pause_s: before each of decode's tokens.
+        token_ids: what the workers emit. others: the same of the second answer, and so on.
+        pause_s: before each of decode's tokens.
         refuse: the coordinator answers with this. is_ignored: it never answers.
         hold_after: the workers emit so many tokens and then nothing more, in every attempt but the last.
         fail_attempts: so many attempts fail once their tokens up to `hold_after` were sent.
@@ -102,6 +113,7 @@ class Script:
     """
 
     token_ids: tuple[int, ...] = ()
+    others: tuple[tuple[int, ...], ...] = ()
     finish: Outcome = Outcome.LENGTH
     pause_s: float = 0.0
     refuse: Refused | EndRequest | None = None
@@ -112,6 +124,9 @@ class Script:
     has_prefill: bool = True
     decode_address: str | None = None
     logprob: float | None = None
+
+    def token_ids_of(self, choice: int) -> tuple[int, ...]:
+        return (self.token_ids, *self.others)[choice]
 
 
 @dataclass
@@ -305,22 +320,45 @@ class _Worker(tokens_pb2_grpc.TokensServicer):
                 task.cancel()
 
     async def _read(self, request_iterator: Any, batches: asyncio.Queue[TokenBatch | None]) -> None:
-        tasks: dict[AttemptId, asyncio.Task[None]] = {}
+        tasks: dict[tuple[AttemptId, int], asyncio.Task[None]] = {}
         async for envelope in request_iterator:
             request = decode_token_request(envelope)
             self._cluster.seen.requests.append((self._name, request))
             if isinstance(request, Watch):
-                tasks[request.attempt] = asyncio.create_task(self._emit(request, batches))
-            elif isinstance(request, Forget) and request.attempt in tasks:
-                tasks[request.attempt].cancel()
+                task = (
+                    self._emit(request, batches) if request.choice != PROMPT_CHOICE else self._score(request, batches)
+                )
+                tasks[(request.attempt, request.choice)] = asyncio.create_task(task)
+            elif isinstance(request, Forget):
+                for (attempt, choice), running in tasks.items():
+                    if attempt == request.attempt and request.choice in (None, choice):
+                        running.cancel()
             else:
-                assert isinstance(request, StreamHello | Forget)
+                assert isinstance(request, StreamHello)
+
+    async def _score(self, watch: Watch, batches: asyncio.Queue[TokenBatch | None]) -> None:
+        """In two runs, so that the front has to put them together."""
+        body = self._cluster.seen.bodies[watch.attempt.request_id]
+        middle = (watch.next_position + len(body.prompt_ids)) // 2
+        for start, stop in ((watch.next_position, middle), (middle, len(body.prompt_ids))):
+            tokens = tuple(
+                TokenInfo(token_id=token_id, logprob=-token_id / 8, top=((token_id, -token_id / 8), (1, -9.0)))
+                for token_id in body.prompt_ids[start:stop]
+            )
+            run = TokenRun(
+                attempt=watch.attempt,
+                choice=PROMPT_CHOICE,
+                position=start,
+                tokens=tokens,
+                leg_done=stop == len(body.prompt_ids),
+            )
+            batches.put_nowait(TokenBatch(worker=self._cluster.refs[self._name].worker, runs=(run,)))
 
     async def _emit(self, watch: Watch, batches: asyncio.Queue[TokenBatch | None]) -> None:
         request_id = watch.attempt.request_id
         script = self._cluster.script_of(request_id)
-        ids = script.token_ids
-        start = len(self._cluster.seen.bodies[request_id].delivered_ids)
+        ids = script.token_ids_of(watch.choice)
+        start = len(delivered_of(self._cluster.seen.bodies[request_id])[watch.choice])
         if self._name == "p":
             timeline = LegTimeline(prefill_ms=3.5, kv_early_bytes=70, num_cached_tokens=1)
             last = start + 1 == len(ids)
@@ -349,12 +387,13 @@ class _Worker(tokens_pb2_grpc.TokensServicer):
         timeline: LegTimeline | None,
         finish: Outcome | None,
     ) -> None:
-        top = () if script.logprob is None else ((script.token_ids[position], script.logprob), (1, -9.0))
+        token_id = script.token_ids_of(watch.choice)[position]
+        top = () if script.logprob is None else ((token_id, script.logprob), (1, -9.0))
         run = TokenRun(
             attempt=watch.attempt,
-            choice=0,
+            choice=watch.choice,
             position=position,
-            tokens=(TokenInfo(token_id=script.token_ids[position], logprob=script.logprob, top=top),),
+            tokens=(TokenInfo(token_id=token_id, logprob=script.logprob, top=top),),
             finish=finish,
             leg_done=self._name == "p" or finish is not None,
             timeline=timeline,

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tokenizers import Tokenizer
 
 from baton.v1 import admin_pb2, inference_pb2, inference_pb2_grpc
-from cluster.core.ids import Outcome
+from cluster.core.ids import AttemptId, Outcome
 from cluster.core.messages import (
     CancelRequest,
     EndRequest,
@@ -33,6 +33,8 @@ from cluster.core.token_messages import Forget, Watch
 from cluster.front.inference import INLINE_PROMPT_LENGTH
 from cluster.front.request_spec import RequestLimits
 from engine.core.block_hash import extra_key, hash_blocks
+from engine.core.request import Sibling
+from engine.core.sampling import SamplingParams
 from tests.integration.front_peers import MAX_MODEL_TOKENS, TIMEOUT_S, Script, ScriptedCluster, make_model_dir
 
 Request = inference_pb2.GenerateRequest
@@ -164,6 +166,34 @@ def test_max_tokens_is_cut_to_the_context(cluster: ScriptedCluster) -> None:
     assert cluster.seen.bodies["default"].sampling.max_tokens == 256
 
 
+def test_every_sampling_parameter_reaches_the_workers(cluster: ScriptedCluster) -> None:
+    asked = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "presence_penalty": 1.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.25,
+        "seed": 2**64 - 1,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "stop_token_ids": (4, 5),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "prompt_logprobs": 20,
+        "logit_bias": {3: 1.5, 7: -2.0},
+        "num_choices": 2,
+    }
+    assert sorted(asked) == sorted(Sampling.DESCRIPTOR.fields_by_name), "one is not tried"
+    cluster.scripts["all"] = Script(token_ids=(9, 10), others=((11, 12),))
+    _generate(cluster, Request(request_id="all", prompt="hello world", sampling=Sampling(**asked)))
+    body = cluster.seen.bodies["all"]
+    del asked["num_choices"]
+    assert body.sampling == SamplingParams(**{**asked, "logit_bias": ((3, 1.5), (7, -2.0))})  # type: ignore[arg-type]
+    assert body.siblings == (Sibling(choice=1),)
+
+
 def test_log_probabilities(cluster: ScriptedCluster, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("the answer").ids
     cluster.scripts["logprobs"] = Script(token_ids=tuple(ids), logprob=-0.5)
@@ -224,6 +254,85 @@ def test_stop_strings(cluster: ScriptedCluster, tokenizer: Tokenizer, name: str,
     cluster.wait_for(lambda: cluster.sent(RequestDone, request_id))
     told = cluster.sent(RequestDone, request_id)
     assert [message.outcome for message in told] == [Outcome.STOP if is_matched else Outcome.LENGTH]
+
+
+# ---- several answers ------------------------------------------------------------------------------------------------
+
+
+def _of_choice(replies: list[Any], choice: int) -> list[Any]:
+    return [reply for reply in replies if reply.choice == choice]
+
+
+def test_several_answers(cluster: ScriptedCluster, tokenizer: Tokenizer) -> None:
+    answers = [tuple(tokenizer.encode(text).ids) for text in ("hello world", "the answer is four", "four")]
+    cluster.scripts["three"] = Script(token_ids=answers[0], others=tuple(answers[1:]), logprob=-0.5)
+    request = Request(request_id="three", prompt="x", sampling=Sampling(num_choices=3, logprobs=1))
+    replies = _generate(cluster, request)
+    for choice, ids in enumerate(answers):
+        mine = _of_choice(replies, choice)
+        assert _token_ids(mine) == list(ids) and _text(mine) == tokenizer.decode(ids)
+        assert sum(len(reply.logprobs) for reply in mine) == len(ids)
+        assert [reply.finish for reply in mine] == [0] * (len(mine) - 1) + [inference_pb2.OUTCOME_LENGTH]
+    assert [reply.HasField("done") for reply in replies] == [False] * (len(replies) - 1) + [True]
+    num_tokens = sum(map(len, answers))
+    assert replies[-1].done.usage.completion_tokens == num_tokens
+    (submit,) = cluster.sent(Submit, "three")
+    assert submit.num_choices == 3 and cluster.seen.bodies["three"].choices == (0, 1, 2)
+    cluster.wait_for(lambda: cluster.sent(RequestDone, "three"))
+    assert cluster.sent(RequestDone, "three")[0].num_output_tokens == num_tokens
+
+
+def test_a_stop_string_ends_one_of_several_answers(cluster: ScriptedCluster, tokenizer: Tokenizer) -> None:
+    """Decode is told of that one, so that it need not go on with it while the others run."""
+    stopped = tuple(tokenizer.encode("the answer stop here now " * 8).ids)
+    other = tuple(tokenizer.encode("hello world " * 8).ids)
+    cluster.scripts["one-stops"] = Script(token_ids=stopped, others=(other,), pause_s=0.01)
+    request = Request(request_id="one-stops", prompt="x", stop=["here"], sampling=Sampling(num_choices=2))
+    replies = _generate(cluster, request)
+    assert _text(_of_choice(replies, 0)) == "the answer stop "
+    assert _of_choice(replies, 0)[-1].finish == inference_pb2.OUTCOME_STOP
+    assert _text(_of_choice(replies, 1)) == "hello world " * 8
+    assert _of_choice(replies, 1)[-1].finish == replies[-1].done.outcome == inference_pb2.OUTCOME_LENGTH
+    forget = Forget(attempt=AttemptId("one-stops", 1), choice=0)
+    cluster.wait_for(lambda: ("d", forget) in cluster.seen.requests)
+
+
+def test_failed_attempts_of_several_answers_are_not_seen(cluster: ScriptedCluster, tokenizer: Tokenizer) -> None:
+    answers = [tuple(tokenizer.encode(text).ids) for text in ("hello world the answer is four", "the answer is four")]
+    cluster.scripts["two-retried"] = Script(token_ids=answers[0], others=(answers[1],), hold_after=3, fail_attempts=1)
+    replies = _generate(cluster, Request(request_id="two-retried", prompt="x", sampling=Sampling(num_choices=2)))
+    for choice, ids in enumerate(answers):
+        assert _token_ids(_of_choice(replies, choice)) == list(ids)
+    (resubmit,) = cluster.sent(Resubmit, "two-retried")
+    assert (resubmit.num_choices, resubmit.num_delivered) == (2, 3)
+    assert replies[-1].done.num_attempts == 2
+
+
+def test_log_probabilities_of_the_prompt_come_before_its_answer(cluster: ScriptedCluster) -> None:
+    prompt = [5 + index % 200 for index in range(400)]
+    cluster.scripts["scored"] = Script(token_ids=(7, 8, 9))
+    replies = _generate(
+        cluster,
+        Request(
+            request_id="scored",
+            token_ids=inference_pb2.TokenIds(ids=prompt),
+            sampling=Sampling(prompt_logprobs=2, num_choices=1),
+        ),
+    )
+    parts = [reply.prompt_logprobs for reply in replies if reply.HasField("prompt_logprobs")]
+    assert all(reply.HasField("prompt_logprobs") for reply in replies[: len(parts)])
+    assert [token_id for part in parts for token_id in part.token_ids] == prompt[1:]
+    assert parts[0].position == 1
+    entries = [entry for part in parts for entry in part.logprobs]
+    assert [entry.logprob for entry in entries] == [-token_id / 8 for token_id in prompt[1:]]
+    assert all(entry.top[1].token_id == 1 for entry in entries)
+    assert _token_ids(replies[len(parts) :]) == [7, 8, 9]
+
+
+def test_the_prompt_of_one_token_has_no_log_probabilities(cluster: ScriptedCluster) -> None:
+    request = Request(token_ids=inference_pb2.TokenIds(ids=[5]), sampling=Sampling(prompt_logprobs=0))
+    replies = _generate(cluster, request)
+    assert not any(reply.HasField("prompt_logprobs") for reply in replies) and replies[-1].HasField("done")
 
 
 # ---- failures behind the front --------------------------------------------------------------------------------------
@@ -492,7 +601,9 @@ BAD_REQUESTS = {
     "no tokens at all": (_sampled(max_tokens=0), "sampling.max_tokens: must be at least 1"),
     "min_tokens": (_sampled(max_tokens=2, min_tokens=3), "sampling.min_tokens"),
     "logprobs": (_sampled(logprobs=21), "sampling.logprobs"),
-    "num_choices": (_sampled(num_choices=2), "sampling.num_choices"),
+    "num_choices": (_sampled(num_choices=17), "sampling.num_choices: must be between 1 and 16, got 17"),
+    "no choice": (_sampled(num_choices=0), "sampling.num_choices"),
+    "prompt_logprobs": (_sampled(prompt_logprobs=21), "sampling.prompt_logprobs: must be between 0 and 20, got 21"),
     "stop_token_ids": (_sampled(stop_token_ids=[300]), "sampling.stop_token_ids: token id 300"),
     "many stop_token_ids": (_sampled(stop_token_ids=[1] * 65), "sampling.stop_token_ids: holds 65 ids"),
     "logit_bias": (_sampled(logit_bias={300: 1.0}), "sampling.logit_bias: token id 300"),

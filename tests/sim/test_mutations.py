@@ -15,12 +15,18 @@ from cluster.agent.leg_control import LegControl
 from cluster.agent.outbox import Outbox
 from cluster.agent.pushes import Pushes
 from cluster.front.request import FrontRequest
+from cluster.front.request_answers import Answers
+from cluster.sim import engine_model
 from cluster.sim.history import HistoryError, run_scenario, run_seed
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
-from cluster.sim.scenario import FaultKind, Scenario
+from cluster.sim.scenario import FaultKind, Request, Scenario
 from cluster.sim.transport import Fenced, SimTransport
 from cluster.sim.world import World
 from engine.core.block_pool import BlockPool, BlockState
+from engine.core.request import RequestBody
+from engine.core.scheduler import Scheduler
+from engine.core.sequence import Sequence
+from engine.core.step import SequenceStep
 from kv_transfer.protocol.receiver import PushReceiver
 from tests.sim.worlds import ARRIVAL_NS, ask, count, fault, finish, make_world, run_until
 
@@ -158,7 +164,90 @@ def test_tokens_taken_by_arrival_instead_of_position(monkeypatch: pytest.MonkeyP
         on_run(self, now_ns, dataclasses.replace(event, run=run), out)
 
     monkeypatch.setattr(FrontRequest, "_on_run", append)
-    assert "was given token" in first_failure(seeds(20))
+    assert "was given" in first_failure(seeds(20))
+
+
+def ask_for_three(**options: Any) -> list[Callable[[], object]]:
+    """Histories of requests for three answers, with and without a prefill worker; some lose their decode worker."""
+    histories: list[Callable[[], object]] = []
+    for number in range(12):
+        requests = [ask(index, num_prompt_tokens=13 + index, num_choices=3) for index in range(2)]
+        crash = fault(FaultKind.CRASH, ARRIVAL_NS + (10 + 8 * number) * MILLISECOND_NS, "d0")
+        scenario = Scenario(
+            seed=number,
+            num_prefill=number % 2,
+            num_decode=2,
+            requests=tuple(_sampled(request, **options) for request in requests),
+            faults=(crash,) if number % 3 else (),
+        )
+        histories.append(lambda scenario=scenario: run_scenario(scenario))  # type: ignore[misc]
+    return histories
+
+
+def _sampled(request: Request, **options: Any) -> Request:
+    return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, temperature=1.0, **options))
+
+
+def test_answers_that_share_more_than_their_full_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last block is each one's own: what one writes into it, another must not read."""
+    fork = Sequence.fork
+
+    def fork_and_share_the_last_block(self: Sequence, sibling: Any, block_size: int) -> Sequence:
+        other = fork(self, sibling, block_size)
+        num_blocks = self.num_computed // block_size + 1
+        other.block_table = self.block_table[:num_blocks]
+        return other
+
+    for history in ask_for_three():
+        history()
+    monkeypatch.setattr(Sequence, "fork", fork_and_share_the_last_block)
+    monkeypatch.setattr(Scheduler, "check_invariants", lambda self: None)
+    first_failure(ask_for_three())
+
+
+def test_answers_that_all_draw_the_same_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = engine_model._sample
+
+    def sample_as_the_first(step: SequenceStep, context: Any, variant: int) -> Any:
+        key = dataclasses.replace(step.key, choice=0)
+        return sample(dataclasses.replace(step, key=key, twins=tuple(0 for _ in step.twins)), context, variant)
+
+    monkeypatch.setattr(engine_model, "_sample", sample_as_the_first)
+    assert "/1 was given token" in first_failure(ask_for_three())
+
+
+def test_answers_that_lose_what_they_had_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failure every answer goes on where it was, not where the one with least was."""
+    body = Answers.body
+
+    def forget_the_others(self: Answers) -> RequestBody:
+        told = body(self)
+        siblings = tuple(dataclasses.replace(sibling, delivered_ids=told.delivered_ids) for sibling in told.siblings)
+        return dataclasses.replace(told, siblings=siblings)
+
+    monkeypatch.setattr(Answers, "body", forget_the_others)
+    monkeypatch.setattr(Answers, "fit", lambda self, body: True)
+    monkeypatch.setattr(FrontRequest, "check_invariants", lambda self: None)
+    first_failure(ask_for_three(stop_token_ids=(5, 6, 7, 8, 9, 10)))
+
+
+def test_scores_that_come_from_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are found have no logits: a prompt that takes them has tokens without a score."""
+    for history in ask_for_three(prompt_logprobs=0):
+        history()
+    whole = property(lambda self: self.num_tokens - 1)
+    monkeypatch.setattr(Sequence, "num_matchable_tokens", whole)
+    first_failure([lambda: run_scenario(twice_the_same_prompt())])
+
+
+def twice_the_same_prompt() -> Scenario:
+    first, later = ask(0), dataclasses.replace(ask(0, arrival_ns=SECOND_NS), request_id="later")
+    return Scenario(seed=1, requests=(first, _sampled(later, prompt_logprobs=0)))
+
+
+def test_answers_that_are_shown_before_the_prompts_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Answers, "has_scores", property(lambda self: True))
+    assert "scores" in first_failure(ask_for_three(prompt_logprobs=0))
 
 
 def test_a_worker_that_ignores_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:

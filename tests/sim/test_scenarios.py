@@ -380,3 +380,44 @@ def test_a_front_that_was_cut_off_for_longer_than_tokens_are_kept() -> None:
         )
         world = make_world(ask(max_tokens=3), faults=faults, num_prefill=0, seed=seed, heartbeat_timeout_s=30.0)
         assert_answered(world)
+
+
+# ---- several answers, and scores of the prompt ----------------------------------------------------------------
+
+
+@each_family
+@pytest.mark.parametrize("num_prefill", [0, 1])
+def test_several_answers_survive_the_loss_of_their_decode_worker(family: Family, num_prefill: int) -> None:
+    """Each goes on where it was, on another worker."""
+    requests = [ask(index, num_prompt_tokens=13, max_tokens=30, num_choices=3) for index in range(2)]
+    world = make_world(*requests, num_prefill=num_prefill, num_decode=2, family=family)
+    run_until(world, lambda: bool(world.clients) and world.clients[0].num_tokens >= 30)
+    for name in ("d0", "d1"):
+        node = world.worker(name)
+        if node is not None and node.state.num_legs():
+            node.process.exit("crash")
+            break
+    assert_answered(world)
+    assert count(world, "Resubmit(", "num_choices=3") > 0
+    assert [client.num_tokens for client in world.clients] == [90, 90]
+
+
+def test_what_is_pushed_for_several_answers_is_one_prompt() -> None:
+    alone, together = (make_world(ask(num_prompt_tokens=18, num_choices=number)) for number in (1, 4))
+    for world in (alone, together):
+        assert_answered(world)
+    assert together.fabric.num_copies == alone.fabric.num_copies > 0
+    assert count(together, "Prefill(") == 1
+
+
+@each_family
+def test_scores_of_a_prompt_survive_the_loss_of_the_worker_that_computes_them(family: Family) -> None:
+    """They are computed again, and nothing of them is shown twice; after the first token they are not wanted again."""
+    request = ask(num_prompt_tokens=60, max_tokens=3, num_choices=2)
+    request = dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, prompt_logprobs=0))
+    world = make_world(request, num_prefill=2, family=family, prefill_chunk_tokens=4, max_step_tokens=12)
+    run_until(world, lambda: bool(world.clients) and world.clients[0].num_scores >= 12)
+    node = next(node for node in (world.worker("p0"), world.worker("p1")) if node is not None and node.state.num_legs())
+    node.process.exit("crash")
+    assert_answered(world)
+    assert world.clients[0].num_scores == 59 and count(world, "Resubmit(") == 1

@@ -10,3 +10,11 @@ NUM_MODEL_HISTORIES = int(os.environ.get("BATON_MODEL_HISTORIES", "25"))
 """Of the same on a real, tiny model in float32."""
 NUM_SHORT_REQUESTS = int(os.environ.get("BATON_SHORT_REQUESTS", "1000"))
 """Requests after which a worker's memory is looked at."""
+
+MAX_BATCH = 250
+"""Histories that one test plays: Hypothesis remembers all that it has drawn in a test, half a megabyte for each."""
+
+
+def batches(num_histories: int) -> list[int]:
+    """Sizes of the tests that play so many together."""
+    return [min(MAX_BATCH, num_histories - start) for start in range(0, num_histories, MAX_BATCH)]

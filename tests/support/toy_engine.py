@@ -66,6 +66,15 @@ def undisturbed(
         fold = _mix(fold, _mix(fold, token_id))
 
 
+def folds_of(token_ids: list[int]) -> list[int]:
+    """What is known after each of the tokens, computed at once: all that logits could depend on."""
+    fold, folds = _mix(_START, 0), []
+    for token_kv in kv_of(token_ids, 0):
+        fold = _mix(fold, token_kv)
+        folds.append(fold)
+    return folds
+
+
 def scores_of(prompt_ids: list[int], salt: int = 0) -> list[float]:
     """Log-probabilities of prompt tokens 1, 2, ..., computed at once."""
     fold, scores = _mix(_START, salt), []
@@ -120,10 +129,7 @@ class ToyRunner:
                 after.append(fold)
             tokens.append(self._sample(fold, step) if step.sample else ())
             if step.scored_ids:
-                pairs = zip(after, step.scored_ids, strict=False)
-                scores[index] = [
-                    ScoredToken(token_id=token, logprob=_logprob(before, token)) for before, token in pairs
-                ]
+                scores[index] = self._score(after[: len(step.scored_ids)], step)
         self.num_tokens_run += len(written)
         self.max_sequences_in_step = max(self.max_sequences_in_step, len(plan.sequences))
         return StepResult(step_id=plan.step_id, tokens=tokens, scores=scores)
@@ -132,6 +138,10 @@ class ToyRunner:
         choices = (step.key.choice, *step.twins)
         seed, position = step.sampling.seed, step.position
         return tuple(SampledToken(token_id=_draw(fold, seed, choice, position)) for choice in choices)
+
+    def _score(self, folds: list[int], step: SequenceStep) -> list[ScoredToken]:
+        pairs = zip(folds, step.scored_ids, strict=True)
+        return [ScoredToken(token_id=token_id, logprob=_logprob(fold, token_id)) for fold, token_id in pairs]
 
 
 def run_step(scheduler: Scheduler, runner: ToyRunner) -> StepOutcome | None:

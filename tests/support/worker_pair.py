@@ -63,6 +63,7 @@ def worker_config(
     num_blocks: int = 48,
     limits: AgentLimits | None = None,
     accepts: tuple[type[Work], ...] = (Reserve, Prefill, RunLocal),
+    eos_token_ids: frozenset[int] = frozenset(),
 ) -> WorkerStateConfig:
     address = f"{worker}:0"
     endpoint = RankEndpoint(rank=0, transport="toy", endpoint=address.encode())
@@ -72,6 +73,7 @@ def worker_config(
         max_running=8,
         prefill_chunk_tokens=8,
         max_model_tokens=96,
+        eos_token_ids=eos_token_ids,
     )
     hello = WorkerHello(
         ref=WorkerRef(worker=worker, token_address=address, endpoints=(endpoint,)),

@@ -98,6 +98,96 @@ def test_options_reach_the_request(tmp_path: Path) -> None:
     assert not second.sampling.HasField("max_tokens") and not second.sampling.HasField("seed")
 
 
+def test_every_sampling_parameter_has_an_option(tmp_path: Path) -> None:
+    front = ScriptedFront(answer)
+    options = {
+        "--min-tokens": "3",
+        "--choices": "2",
+        "--min-p": "0.25",
+        "--presence-penalty": "-1.5",
+        "--frequency-penalty": "0.5",
+        "--repetition-penalty": "1.25",
+        "--stop-token-ids": "7, 9",
+        "--logprobs": "0",
+        "--prompt-logprobs": "5",
+        "--max-tokens": "9",
+        "--temperature": "0.5",
+        "--top-k": "40",
+        "--top-p": "0.75",
+        "--seed": "1",
+    }
+    arguments = [part for option in options.items() for part in option]
+    biases = ["--logit-bias", "13=-2.5", "--logit-bias", "4=100", "--ignore-eos"]
+    with serving(front) as address:
+        baton("generate", "-p", "Hi", *arguments, *biases, "--json", "-a", address, home=tmp_path)
+    sampling = front.requests[0].sampling
+    assert sampling == inference_pb2.SamplingParams(
+        min_tokens=3,
+        num_choices=2,
+        min_p=0.25,
+        presence_penalty=-1.5,
+        frequency_penalty=0.5,
+        repetition_penalty=1.25,
+        stop_token_ids=[7, 9],
+        logprobs=0,
+        prompt_logprobs=5,
+        logit_bias={13: -2.5, 4: 100.0},
+        max_tokens=9,
+        temperature=0.5,
+        top_k=40,
+        top_p=0.75,
+        seed=1,
+        ignore_eos=True,
+    )
+    assert sorted(field.name for field, _ in sampling.ListFields()) == sorted(sampling.DESCRIPTOR.fields_by_name)
+
+
+def three(
+    request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+) -> Iterator[inference_pb2.GenerateResponse]:
+    """The second of three answers is complete first; all have log-probabilities, and so has the prompt."""
+    Reply, entry = inference_pb2.GenerateResponse, inference_pb2.TokenLogprobs
+    top = [inference_pb2.TopLogprob(token_id=1, logprob=-0.25)]
+    scores = inference_pb2.PromptLogprobs(position=1, token_ids=[5, 6], logprobs=[entry(logprob=-4), entry(top=top)])
+    yield Reply(request_id="r", prompt_logprobs=scores)
+    yield Reply(request_id="r", token_ids=[1], text="one ", logprobs=[entry(logprob=-0.25, top=top)])
+    yield Reply(choice=1, token_ids=[2, 3], text="two", finish=inference_pb2.OUTCOME_STOP)
+    yield Reply(choice=2, token_ids=[9], text="th")
+    if request.sampling.seed:
+        context.abort(grpc.StatusCode.ABORTED, "worker_lost: attempts used up")
+    yield Reply(position=1, token_ids=[4], text="more", finish=inference_pb2.OUTCOME_LENGTH)
+    done = inference_pb2.Done(outcome=inference_pb2.OUTCOME_LENGTH, decode_worker="decode-0")
+    yield Reply(choice=2, position=1, text="ree", finish=inference_pb2.OUTCOME_STOP, done=done)
+
+
+def test_several_answers_are_printed_as_they_are_completed(tmp_path: Path) -> None:
+    arguments = ("generate", "-p", "Hi", "--choices", "3")
+    with serving(ScriptedFront(three)) as address:
+        said = baton(*arguments, "-a", address, home=tmp_path)
+        failed = baton(*arguments, "--seed", "1", "-a", address, home=tmp_path)
+    assert said.stdout == "--- answer 2: stop\ntwo\n--- answer 1: length\none more\n--- answer 3: stop\nthree\n"
+    assert said.exit_code == 0 and said.stderr.startswith("length; ")
+    assert failed.stdout == "--- answer 2: stop\ntwo\n--- answer 1: unfinished\none \n--- answer 3: unfinished\nth\n"
+    assert failed.exit_code == 1 and failed.stderr == "baton: worker lost: attempts used up\n"
+
+
+def test_json_has_all_answers_and_log_probabilities(tmp_path: Path) -> None:
+    with serving(ScriptedFront(three)) as address:
+        said = baton("generate", "-p", "Hi", "--choices", "3", "--json", "-a", address, home=tmp_path)
+    told = json.loads(said.stdout)
+    top = [{"token_id": 1, "logprob": -0.25}]
+    assert (told["text"], told["token_ids"], told["outcome"]) == ("one more", [1, 4], "length")
+    assert [choice["text"] for choice in told["choices"]] == ["one more", "two", "three"]
+    assert [choice["outcome"] for choice in told["choices"]] == ["length", "stop", "stop"]
+    assert told["choices"][1] == {"text": "two", "token_ids": [2, 3], "outcome": "stop"}
+    assert told["logprobs"] == [{"token_id": 1, "logprob": -0.25, "top": top}]
+    assert told["prompt_logprobs"] == [
+        {"token_id": 5, "logprob": -4.0, "top": []},
+        {"token_id": 6, "logprob": 0.0, "top": top},
+    ]
+    assert told["usage"]["completion_tokens"] == 5
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -107,6 +197,12 @@ def test_options_reach_the_request(tmp_path: Path) -> None:
         (["--token-ids", "4294967296"], "--token-ids: '4294967296' is not a token id"),
         (["--token-ids", ""], "--token-ids: '' is not a token id"),
         (["--prompt", "a", "--seed", "-1"], "--seed:"),
+        (["--prompt", "a", "--choices", "-1"], "--choices:"),
+        (["--prompt", "a", "--stop-token-ids", "1;2"], "--stop-token-ids: '1;2' is not a token id"),
+        (["--prompt", "a", "--logit-bias", "x=1"], "--logit-bias: 'x' is not a token id"),
+        (["--prompt", "a", "--logit-bias", "5"], "--logit-bias: '' is not a number; expected an id and a number"),
+        (["--prompt", "a", "--logprobs", "2"], "--logprobs: only --json shows log-probabilities"),
+        (["--prompt", "a", "--prompt-logprobs", "2"], "--prompt-logprobs: only --json"),
         (["--prompt", "a", "--max-tokens", "-1"], "--max-tokens:"),
         (["--prompt", "a", "--top-k", "-1"], "--top-k:"),
         (["--prompt", "a\udcff"], "--prompt: the text is not valid UTF-8"),

@@ -4,125 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.core.ids import AttemptId, Outcome, WorkerId
+from cluster.core.ids import AttemptId, Outcome
 from cluster.core.messages import (
-    AttemptFailed,
     CancelRequest,
     EndRequest,
     LegTimeline,
     LiveRequest,
-    Placed,
     Refused,
     RequestDone,
     Resubmit,
     StreamLost,
     Submit,
-    WorkerRef,
 )
-from cluster.core.token_messages import TokenInfo, TokenRun, Watch
 from cluster.front import request_events as events
-from cluster.front.request import FrontRequest, Phase
-from cluster.front.request_effects import Deliver, Effect, End, ForgetWorker, ToCoordinator, WatchWorker
-from cluster.front.request_spec import RequestLimits, RequestSpec
-from engine.core.request import RequestBody
-from engine.core.sampling import SamplingParams
-
-MS = 1_000_000
-P = WorkerRef(worker=WorkerId("p", 1), token_address="p:1")
-D = WorkerRef(worker=WorkerId("d", 1), token_address="d:1")
-BODY = RequestBody(prompt_ids=tuple(range(40)), sampling=SamplingParams(max_tokens=8), priority=3, cache_salt="s")
-
-
-class Driver:
-    """Feeds one FrontRequest and checks it after every step."""
-
-    def __init__(
-        self,
-        *,
-        deadline_ns: int | None = None,
-        max_latency_ms: int | None = None,
-        has_stop_strings: bool = False,
-    ) -> None:
-        spec = RequestSpec(
-            request_id="r",
-            body=BODY,
-            block_hashes=(b"h" * 16,),
-            tenant="t",
-            deadline_ns=deadline_ns,
-            max_latency_ms=max_latency_ms,
-            has_stop_strings=has_stop_strings,
-        )
-        limits = RequestLimits(stream_lost_ns=50 * MS, coordinator_lost_ns=100 * MS)
-        self.request = FrontRequest(spec, limits)
-        self.now_ns = 0
-
-    def handle(self, event: events.Event, at_ms: float | None = None) -> list[Effect]:
-        if at_ms is not None:
-            self.now_ns = int(at_ms * MS)
-        effects = self.request.handle(self.now_ns, event)
-        self.request.check_invariants()
-        return effects
-
-    def start(self) -> list[Effect]:
-        return self.handle(events.Start())
-
-    def place(self, attempt: int = 1, *, prefill: WorkerRef | None = P, epoch: int = 1) -> list[Effect]:
-        placed = Placed(
-            epoch=epoch,
-            attempt=AttemptId("r", attempt),
-            prefill=prefill,
-            decode=D,
-            queued_ms=1.0,
-            reserved_ms=2.0,
-        )
-        return self.handle(events.FromCoordinator(message=placed))
-
-    def fail(self, attempt: int, *, epoch: int = 1) -> list[Effect]:
-        failed = AttemptFailed(epoch=epoch, attempt=AttemptId("r", attempt), reason="lost")
-        return self.handle(events.FromCoordinator(message=failed))
-
-    def run(
-        self,
-        ref: WorkerRef,
-        position: int,
-        *ids: int,
-        attempt: int = 1,
-        finish: Outcome | None = None,
-        leg_done: bool = False,
-        timeline: LegTimeline | None = None,
-        at_ms: float | None = None,
-    ) -> list[Effect]:
-        run = TokenRun(
-            attempt=AttemptId("r", attempt),
-            choice=0,
-            position=position,
-            tokens=tuple(TokenInfo(token_id=token_id) for token_id in ids),
-            finish=finish,
-            leg_done=leg_done,
-            timeline=timeline,
-        )
-        return self.handle(events.RunReceived(worker=ref.worker, run=run), at_ms)
-
-
-def _delivered(effects: list[Effect]) -> list[tuple[int, tuple[int, ...]]]:
-    return [
-        (effect.position, tuple(token.token_id for token in effect.tokens))
-        for effect in effects
-        if isinstance(effect, Deliver)
-    ]
-
-
-def _sent(effects: list[Effect]) -> list[object]:
-    return [effect.message for effect in effects if isinstance(effect, ToCoordinator)]
-
-
-def _end(effects: list[Effect]) -> End:
-    assert isinstance(effects[-1], End)
-    return effects[-1]
-
-
-def _watch(position: int, attempt: int = 1) -> Watch:
-    return Watch(attempt=AttemptId("r", attempt), choice=0, next_position=position)
+from cluster.front.request import Phase
+from cluster.front.request_effects import Deliver, End, ForgetWorker, ToCoordinator, WatchWorker
+from tests.support.front_driver import BODY, MS, D, Driver, P, delivered, end, sent, watch
 
 
 def test_submit_carries_lengths_hashes_and_the_time_that_is_left() -> None:
@@ -148,18 +45,18 @@ def test_submit_carries_lengths_hashes_and_the_time_that_is_left() -> None:
 def test_a_disaggregated_answer() -> None:
     driver = Driver()
     driver.start()
-    assert driver.place() == [WatchWorker(ref=P, watch=_watch(0)), WatchWorker(ref=D, watch=_watch(0))]
+    assert driver.place() == [WatchWorker(ref=P, watch=watch(0)), WatchWorker(ref=D, watch=watch(0))]
     first = driver.run(P, 0, 10, leg_done=True, timeline=LegTimeline(prefill_ms=5.0, kv_early_bytes=70), at_ms=20)
-    assert _delivered(first) == [(0, (10,))]
+    assert delivered(first) == [(0, (10,))]
     assert ForgetWorker(worker=P.worker, attempt=AttemptId("r", 1)) in first
-    assert _delivered(driver.run(D, 0, 10, 11, at_ms=50)) == [(1, (11,))]  # decode's record begins with that token
-    assert _delivered(driver.run(D, 2, 12, at_ms=60)) == [(2, (12,))]
+    assert delivered(driver.run(D, 0, 10, 11, at_ms=50)) == [(1, (11,))]  # decode's record begins with that token
+    assert delivered(driver.run(D, 2, 12, at_ms=60)) == [(2, (12,))]
     timeline = LegTimeline(push_ms=7.0, kv_bytes=100, kv_transport="shm", num_cached_tokens=16)
     effects = driver.run(D, 3, 13, finish=Outcome.LENGTH, timeline=timeline, at_ms=72)
-    assert _delivered(effects) == [(3, (13,))]
-    assert _sent(effects) == [RequestDone(request_id="r", outcome=Outcome.LENGTH, num_output_tokens=4)]
+    assert delivered(effects) == [(3, (13,))]
+    assert sent(effects) == [RequestDone(request_id="r", outcome=Outcome.LENGTH, num_output_tokens=4)]
     assert [effect.worker for effect in effects if isinstance(effect, ForgetWorker)] == [D.worker]
-    report = _end(effects).report
+    report = end(effects).report
     assert (report.prefill_worker, report.decode_worker, report.num_attempts) == ("p", "d", 1)
     assert (report.queued_ms, report.reserved_ms, report.prefill_ms, report.push_ms) == (1.0, 2.0, 5.0, 7.0)
     assert (report.kv_bytes, report.kv_early_bytes, report.kv_transport) == (100, 70, "shm")
@@ -172,11 +69,11 @@ def test_decode_may_be_heard_before_prefill() -> None:
     driver = Driver()
     driver.start()
     driver.place()
-    assert _delivered(driver.run(D, 0, 10, 11)) == [(0, (10, 11))]
+    assert delivered(driver.run(D, 0, 10, 11)) == [(0, (10, 11))]
     late = driver.run(P, 0, 10, leg_done=True, timeline=LegTimeline(prefill_ms=5.0))
-    assert _delivered(late) == []
+    assert delivered(late) == []
     effects = driver.run(D, 2, finish=Outcome.STOP)
-    assert _end(effects).report.prefill_ms == 5.0
+    assert end(effects).report.prefill_ms == 5.0
 
 
 def test_the_first_token_may_end_the_request() -> None:
@@ -184,8 +81,8 @@ def test_the_first_token_may_end_the_request() -> None:
     driver.start()
     driver.place()
     effects = driver.run(P, 0, 2, finish=Outcome.STOP, leg_done=True)
-    assert _delivered(effects) == [(0, (2,))]
-    assert _end(effects).outcome is Outcome.STOP
+    assert delivered(effects) == [(0, (2,))]
+    assert end(effects).outcome is Outcome.STOP
     forgotten = [effect.worker for effect in effects if isinstance(effect, ForgetWorker)]
     assert forgotten == [P.worker, D.worker]
 
@@ -193,9 +90,9 @@ def test_the_first_token_may_end_the_request() -> None:
 def test_local_prefill_has_one_leg_and_no_hand_over() -> None:
     driver = Driver()
     driver.start()
-    assert driver.place(prefill=None) == [WatchWorker(ref=D, watch=_watch(0))]
+    assert driver.place(prefill=None) == [WatchWorker(ref=D, watch=watch(0))]
     effects = driver.run(D, 0, 1, 2, 3, 4, finish=Outcome.LENGTH, timeline=LegTimeline(prefill_ms=3.0))
-    report = _end(effects).report
+    report = end(effects).report
     assert (report.prefill_worker, report.prefill_ms, report.handover_gap_ms) == ("", 3.0, None)
 
 
@@ -204,9 +101,9 @@ def test_a_gap_is_watched_again_once() -> None:
     driver.start()
     driver.place()
     driver.run(P, 0, 10)
-    assert driver.run(D, 2, 12) == [WatchWorker(ref=D, watch=_watch(1))]
+    assert driver.run(D, 2, 12) == [WatchWorker(ref=D, watch=watch(1))]
     assert driver.run(D, 3, 13) == []
-    assert _delivered(driver.run(D, 1, 11, 12, 13)) == [(1, (11, 12, 13))]
+    assert delivered(driver.run(D, 1, 11, 12, 13)) == [(1, (11, 12, 13))]
 
 
 def test_a_failed_attempt_is_resubmitted_with_what_was_delivered() -> None:
@@ -216,25 +113,25 @@ def test_a_failed_attempt_is_resubmitted_with_what_was_delivered() -> None:
     driver.run(P, 0, 10)
     driver.run(D, 1, 11)
     effects = driver.fail(1)
-    assert _sent(effects) == [Resubmit(request_id="r", failed_attempt=1, num_delivered=2)]
+    assert sent(effects) == [Resubmit(request_id="r", failed_attempt=1, num_delivered=2)]
     body = next(effect.body for effect in effects if isinstance(effect, ToCoordinator))
     assert body is not None and body.delivered_ids == (10, 11) and body.prompt_ids == BODY.prompt_ids
     assert len([effect for effect in effects if isinstance(effect, ForgetWorker)]) == 2
     assert driver.run(D, 2, 12) == [], "the failed attempt is over"
     assert driver.fail(1) == [], "said twice"
     assert driver.place(1) == [], "late"
-    assert driver.place(2)[0] == WatchWorker(ref=P, watch=_watch(2, attempt=2))
-    assert _delivered(driver.run(D, 2, 12, attempt=1)) == []
-    assert _delivered(driver.run(P, 2, 32, attempt=2)) == [(2, (32,))]
+    assert driver.place(2)[0] == WatchWorker(ref=P, watch=watch(2, attempt=2))
+    assert delivered(driver.run(D, 2, 12, attempt=1)) == []
+    assert delivered(driver.run(P, 2, 32, attempt=2)) == [(2, (32,))]
     effects = driver.run(D, 3, 33, attempt=2, finish=Outcome.STOP)
-    assert _end(effects).report.num_attempts == 2
-    assert _end(effects).report.num_output_tokens == 4
+    assert end(effects).report.num_attempts == 2
+    assert end(effects).report.num_output_tokens == 4
 
 
 def test_an_attempt_may_fail_before_it_was_placed_here() -> None:
     driver = Driver()
     driver.start()
-    assert _sent(driver.fail(1)) == [Resubmit(request_id="r", failed_attempt=1, num_delivered=0)]
+    assert sent(driver.fail(1)) == [Resubmit(request_id="r", failed_attempt=1, num_delivered=0)]
     assert len(driver.place(2)) == 2
 
 
@@ -244,7 +141,7 @@ def test_an_attempt_that_starts_from_too_few_tokens_is_refused() -> None:
     driver.place(1)
     driver.run(P, 0, 10)
     effects = driver.place(2)
-    assert _sent(effects) == [Resubmit(request_id="r", failed_attempt=2, num_delivered=1)]
+    assert sent(effects) == [Resubmit(request_id="r", failed_attempt=2, num_delivered=1)]
     assert driver.run(D, 1, 91, attempt=2) == []
 
 
@@ -254,7 +151,7 @@ def test_messages_of_an_older_epoch_are_ignored() -> None:
     driver.place(1, epoch=5)
     assert driver.fail(1, epoch=4) == []
     assert driver.place(2, epoch=4) == []
-    assert _sent(driver.fail(1, epoch=5)) != []
+    assert sent(driver.fail(1, epoch=5)) != []
 
 
 @pytest.mark.parametrize("retry_after_ms", [None, 250])
@@ -276,8 +173,8 @@ def test_the_coordinator_may_end_the_request() -> None:
     driver.place()
     message = EndRequest(epoch=1, request_id="r", outcome=Outcome.WORKER_LOST, reason="attempts used up")
     effects = driver.handle(events.FromCoordinator(message=message))
-    assert _sent(effects) == []
-    assert _end(effects).outcome is Outcome.WORKER_LOST
+    assert sent(effects) == []
+    assert end(effects).outcome is Outcome.WORKER_LOST
 
 
 @pytest.mark.parametrize("placed", [False, True])
@@ -287,11 +184,11 @@ def test_a_client_that_leaves_cancels_everywhere(placed: bool) -> None:
     if placed:
         driver.place()
     effects = driver.handle(events.ClientGone(reason="the client left"))
-    assert _sent(effects) == [
+    assert sent(effects) == [
         CancelRequest(request_id="r", outcome=Outcome.CANCELLED, reason="the client left"),
     ]
     assert len([effect for effect in effects if isinstance(effect, ForgetWorker)]) == (2 if placed else 0)
-    assert _end(effects).outcome is Outcome.CANCELLED
+    assert end(effects).outcome is Outcome.CANCELLED
     assert driver.place(2) == []
 
 
@@ -302,14 +199,14 @@ def test_the_deadline_cancels_everywhere() -> None:
     assert driver.request.next_deadline_ns() == 30 * MS
     assert driver.handle(events.Tick(), 29) == []
     effects = driver.handle(events.Tick(), 30)
-    assert isinstance(_sent(effects)[0], CancelRequest)
-    assert _end(effects).outcome is Outcome.DEADLINE_EXCEEDED
+    assert isinstance(sent(effects)[0], CancelRequest)
+    assert end(effects).outcome is Outcome.DEADLINE_EXCEEDED
 
 
 def test_a_client_that_hangs_up_at_its_deadline_met_its_deadline() -> None:
     driver = Driver(deadline_ns=30 * MS)
     driver.start()
-    assert _end(driver.handle(events.ClientGone(reason="x"), 30)).outcome is Outcome.DEADLINE_EXCEEDED
+    assert end(driver.handle(events.ClientGone(reason="x"), 30)).outcome is Outcome.DEADLINE_EXCEEDED
 
 
 def test_max_latency_counts_until_the_first_token() -> None:
@@ -321,7 +218,7 @@ def test_max_latency_counts_until_the_first_token() -> None:
     assert driver.request.next_deadline_ns() is None
     late = Driver(max_latency_ms=30)
     late.start()
-    assert _end(late.handle(events.Tick(), 30)).outcome is Outcome.REJECTED_OVERLOAD
+    assert end(late.handle(events.Tick(), 30)).outcome is Outcome.REJECTED_OVERLOAD
 
 
 def test_a_worker_out_of_reach_is_reported_once_and_in_time() -> None:
@@ -332,12 +229,14 @@ def test_a_worker_out_of_reach_is_reported_once_and_in_time() -> None:
     driver.handle(events.WorkerStreamLost(worker=D.worker, reason="again"), 20)
     assert driver.request.next_deadline_ns() == 60 * MS
     effects = driver.handle(events.Tick(), 60)
-    assert _sent(effects) == [StreamLost(attempt=AttemptId("r", 1), worker=D.worker, reason="refused")]
+    assert sent(effects) == [StreamLost(attempt=AttemptId("r", 1), worker=D.worker, reason="refused")]
     assert driver.request.next_deadline_ns() is None
     assert driver.handle(events.Tick(), 200) == []
     driver.fail(1)
     driver.place(2)
     assert driver.request.next_deadline_ns() is None
+    driver.handle(events.WorkerStreamLost(worker=D.worker, reason="refused"), 300)
+    assert driver.request.next_deadline_ns() == 350 * MS, "in another attempt it matters anew"
 
 
 def test_a_restored_stream_is_watched_from_the_next_position() -> None:
@@ -346,7 +245,7 @@ def test_a_restored_stream_is_watched_from_the_next_position() -> None:
     driver.place()
     driver.run(P, 0, 10, leg_done=True)
     driver.handle(events.WorkerStreamLost(worker=D.worker, reason="cut"), 10)
-    assert driver.handle(events.WorkerStreamRestored(worker=D.worker), 20) == [WatchWorker(ref=D, watch=_watch(1))]
+    assert driver.handle(events.WorkerStreamRestored(worker=D.worker), 20) == [WatchWorker(ref=D, watch=watch(1))]
     assert driver.request.next_deadline_ns() is None
     assert driver.handle(events.WorkerStreamRestored(worker=P.worker), 20) == [], "prefill has said everything"
 
@@ -370,7 +269,7 @@ def test_a_lost_coordinator_does_not_disturb_what_runs() -> None:
     assert driver.request.next_deadline_ns() is None
     assert driver.request.live() == LiveRequest(request_id="r", attempt=1, num_delivered=1)
     assert driver.handle(events.CoordinatorRegained(), 20) == []
-    assert _end(driver.run(D, 1, 11, finish=Outcome.STOP)).outcome is Outcome.STOP
+    assert end(driver.run(D, 1, 11, finish=Outcome.STOP)).outcome is Outcome.STOP
 
 
 def test_what_waits_for_the_coordinator_asks_again_or_gives_up() -> None:
@@ -379,12 +278,12 @@ def test_what_waits_for_the_coordinator_asks_again_or_gives_up() -> None:
     driver.handle(events.CoordinatorLost(), 10)
     driver.handle(events.CoordinatorLost(), 50)
     assert driver.request.next_deadline_ns() == 110 * MS
-    assert isinstance(_sent(driver.handle(events.CoordinatorRegained(), 60))[0], Submit)
+    assert isinstance(sent(driver.handle(events.CoordinatorRegained(), 60))[0], Submit)
     driver.fail(1)
     driver.handle(events.CoordinatorLost(), 70)
-    assert isinstance(_sent(driver.handle(events.CoordinatorRegained(), 80))[0], Resubmit)
+    assert isinstance(sent(driver.handle(events.CoordinatorRegained(), 80))[0], Resubmit)
     driver.handle(events.CoordinatorLost(), 90)
-    assert _end(driver.handle(events.Tick(), 190)).outcome is Outcome.WORKER_LOST
+    assert end(driver.handle(events.Tick(), 190)).outcome is Outcome.WORKER_LOST
 
 
 def test_the_end_of_the_output_is_searched_for_stop_strings_first() -> None:
@@ -396,11 +295,12 @@ def test_the_end_of_the_output_is_searched_for_stop_strings_first() -> None:
         (deliver,) = driver.run(D, 1, 11, 12, finish=Outcome.LENGTH)
         assert isinstance(deliver, Deliver) and deliver.last
         assert driver.run(D, 1, 11, 12, finish=Outcome.LENGTH) == [], "said twice"
-        effects = driver.handle(events.StopMatched(num_tokens=2) if matched else events.NoStopMatched())
+        matched_event = events.StopMatched(choice=0, num_tokens=2)
+        effects = driver.handle(matched_event if matched else events.NoStopMatched(choice=0))
         outcome, num_tokens = (Outcome.STOP, 2) if matched else (Outcome.LENGTH, 3)
-        assert _sent(effects) == [RequestDone(request_id="r", outcome=outcome, num_output_tokens=num_tokens)]
-        assert _end(effects).outcome is outcome
-        assert _end(effects).report.num_output_tokens == num_tokens
+        assert sent(effects) == [RequestDone(request_id="r", outcome=outcome, num_output_tokens=num_tokens)]
+        assert end(effects).outcome is outcome
+        assert end(effects).report.num_output_tokens == num_tokens
 
 
 def test_a_stop_string_ends_a_running_request() -> None:
@@ -408,8 +308,8 @@ def test_a_stop_string_ends_a_running_request() -> None:
     driver.start()
     driver.place()
     driver.run(P, 0, 10)
-    effects = driver.handle(events.StopMatched(num_tokens=1))
-    assert _sent(effects) == [RequestDone(request_id="r", outcome=Outcome.STOP, num_output_tokens=1)]
+    effects = driver.handle(events.StopMatched(choice=0, num_tokens=1))
+    assert sent(effects) == [RequestDone(request_id="r", outcome=Outcome.STOP, num_output_tokens=1)]
     assert driver.run(D, 1, 11) == []
 
 

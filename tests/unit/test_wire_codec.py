@@ -89,6 +89,31 @@ _BODY = RequestBody(
 )
 
 
+def test_every_sampling_parameter_is_carried() -> None:
+    sampling = SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.25,
+        min_p=0.125,
+        presence_penalty=1.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.25,
+        seed=2**64 - 1,
+        max_tokens=9,
+        min_tokens=2,
+        stop_token_ids=(4, 5),
+        ignore_eos=True,
+        logprobs=0,
+        prompt_logprobs=20,
+        logit_bias=((3, 1.5), (7, -2.0)),
+    )
+    for field in dataclasses.fields(sampling):
+        assert getattr(sampling, field.name) != field.default, f"{field.name} is not tried"
+    body = dataclasses.replace(_BODY, sampling=sampling)
+    wire = control_pb2.RequestBody.FromString(codec.encode_body(body).SerializeToString())
+    assert codec.decode_body(wire) == body
+
+
 @settings(max_examples=200, deadline=None)
 @given(_union(*typing.get_args(messages.CommandBody)), st.integers(0, 2**40))
 def test_commands_round_trip_with_their_body(content: messages.CommandBody, epoch: int) -> None:

@@ -1,0 +1,157 @@
+"""The measurements: every side in turn, round by round, so that what disturbs the machine disturbs all of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.engine_peers.outputs import Sample
+from benchmarks.engine_peers.prompts import PromptSource
+from benchmarks.engine_peers.sides import BATON, READER, Setting, engine_sides
+from benchmarks.engine_peers.threads import ThreadUse, check_placement
+from benchmarks.engine_peers.worker_process import Worker
+
+START_PROMPT_TOKENS = 16
+MAX_JUDGED_SEQUENCES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How often everything is repeated. Steps of a decode point are spread over its rounds."""
+
+    decode_rounds: int
+    decode_steps: int
+    long_decode_rounds: int
+    long_decode_steps: int
+    prefill_rounds: int
+    start_rounds: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Samples:
+    """What was measured: by measure, then by side, the seconds of each round (of each step, where a round has many)."""
+
+    seconds: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+    answers: list[Sample] = field(default_factory=list)
+    threads: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def add(self, measure: str, side: str, seconds: Any) -> None:
+        self.seconds.setdefault(measure, {}).setdefault(side, []).append(seconds)
+
+
+def decode_name(batch: int, context: int) -> str:
+    return f"decode, batch {batch}, {context:,}-token contexts"
+
+
+def prefill_name(num_tokens: int) -> str:
+    return f"prefill, {num_tokens:,} tokens"
+
+
+OUTSIDE, LONG_STEP, SHORT_STEP, START = "outside kernels", "step, long contexts", "step, short contexts", "start"
+KERNELS, WHOLE = "kernels", "whole"
+
+
+class Measuring:
+    """The workers of one number of cores, and the measurements made with them."""
+
+    def __init__(
+        self, engines: Mapping[str, Worker], reader: Worker, prompts: PromptSource, cores: Sequence[int], effort: Effort
+    ) -> None:
+        self.samples = Samples()
+        self._engines = engines
+        self._reader = reader
+        self._prompts = prompts
+        self._cores = cores
+        self._effort = effort
+
+    def prefill(self, num_tokens: int) -> None:
+        """One prompt after the other, each new, each put to all sides in turn. The first warms up."""
+        measure = prefill_name(num_tokens)
+        for number in range(1 + self._effort.prefill_rounds):
+            prompt = self._prompts.draw(num_tokens)
+            tokens = {}
+            for name, worker in self._engines.items():
+                answer = worker.call("prefill", prompt=prompt)
+                tokens[name] = answer["tokens"]
+                if number > 0:
+                    self.samples.add(measure, name, answer["seconds"])
+            self.samples.answers.append(Sample(measure=measure, prompt=prompt, tokens=tokens))
+        _say(measure)
+
+    def decode(self, batch: int, context: int, *, rounds: int, steps: int, read_bytes: int = 0) -> None:
+        """Steps of `batch` sequences whose length is `context` on average over the measurement."""
+        measure = decode_name(batch, context)
+        prompts = self._prompts.draw_many(batch, context - rounds * steps // 2)
+        # A sequence draws some tokens before the others of its group have been prefilled.
+        max_tokens = 2 * rounds * steps + 64
+        before = {name: _threads(worker) for name, worker in self._engines.items()}
+        for worker in self._engines.values():
+            worker.call("open", prompts=prompts, max_tokens=max_tokens)
+        for _ in range(rounds):
+            for name, worker in self._engines.items():
+                self.samples.add(measure, name, worker.call("steps", count=steps))
+            if read_bytes:
+                self.samples.add(measure, READER, self._reader.call("read", size_bytes=read_bytes))
+        for name, worker in self._engines.items():
+            busy = check_placement(before[name], _threads(worker), self._cores)
+            self.samples.threads[f"{name}: {measure}"] = [
+                {"name": use.name, "cores": use.cores, "cpu_s": use.cpu_s} for use in busy
+            ]
+        self._engines[BATON].call("keep_plan", name=measure)
+        self._close(measure, prompts)
+        _say(measure)
+
+    def outside_kernels(self, batch: int, context: int, *, rounds: int, steps: int) -> None:
+        """Baton's steps, and the part of each that its kernels take."""
+        worker = self._engines[BATON]
+        prompts = self._prompts.draw_many(batch, context - rounds * steps // 2)
+        worker.call("open", prompts=prompts, max_tokens=2 * rounds * steps + 64)
+        for _ in range(rounds):
+            for step in worker.call("clocked_steps", count=steps):
+                self.samples.add(OUTSIDE, WHOLE, step["seconds"])
+                self.samples.add(OUTSIDE, KERNELS, step["kernel_seconds"])
+        worker.call("close")
+        _say(OUTSIDE)
+
+    def attention(self, long_plan: str, short_plan: str, *, rounds: int, steps: int, read_bytes: int) -> None:
+        """What a step takes longer for long contexts, beside a plain read of as many bytes as their KV has more."""
+        for _ in range(rounds):
+            for measure, plan in ((LONG_STEP, long_plan), (SHORT_STEP, short_plan)):
+                times_s = self._engines[BATON].call("replay", name=plan, count=steps)
+                self.samples.add(measure, BATON, times_s)
+            self.samples.add(LONG_STEP, READER, self._reader.call("read", size_bytes=read_bytes))
+        _say("attention")
+
+    def check_cache_off(self) -> None:
+        num_hits = self._engines[BATON].call("num_cache_hits")
+        assert num_hits == 0, f"{num_hits} tokens came from Baton's prefix cache"
+
+    def _close(self, measure: str, prompts: list[list[int]]) -> None:
+        tokens = {name: worker.call("close") for name, worker in self._engines.items()}
+        for index, prompt in enumerate(prompts[:MAX_JUDGED_SEQUENCES]):
+            answers = {name: sequences[index] for name, sequences in tokens.items()}
+            self.samples.answers.append(Sample(measure=measure, prompt=prompt, tokens=answers))
+
+
+def measure_starts(
+    setting: Setting, cores: Sequence[int], prompts: PromptSource, samples: Samples, rounds: int
+) -> None:
+    """From the start of a process to its first token. All files have been read before, all caches are warm."""
+    for _ in range(rounds):
+        prompt = prompts.draw(START_PROMPT_TOKENS)
+        for name, side in engine_sides(setting, cores).items():
+            with Worker(side, cores, setting.log_dir / f"{name}-start.log") as worker:
+                worker.read_answer()
+                worker.call("prefill", prompt=prompt)
+                samples.add(START, name, worker.age_s)
+    _say(START)
+
+
+def _threads(worker: Worker) -> list[ThreadUse]:
+    return [ThreadUse(**use) for use in worker.call("threads")]
+
+
+def _say(measure: str) -> None:
+    print(f"measured: {measure}", file=sys.stderr, flush=True)

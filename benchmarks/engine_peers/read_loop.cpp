@@ -1,0 +1,51 @@
+// A plain read loop: what memory gives to a program that does nothing but read it once from front to back.
+
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+typedef uint64_t Vector __attribute__((vector_size(64)));
+
+constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kStride = 4 * sizeof(Vector);
+constexpr size_t kPrefetchAhead = 2048;
+
+}  // namespace
+
+extern "C" {
+
+// Memory of `size_bytes` (a multiple of 256), on huge pages where the system has them, and present. Null if there is not
+// enough.
+void* read_loop_allocate(size_t size_bytes) {
+  const size_t mapped = size_bytes + kHugePage + kPrefetchAhead;
+  void* start = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (start == MAP_FAILED) return nullptr;
+  const uintptr_t aligned = (reinterpret_cast<uintptr_t>(start) + kHugePage - 1) & ~(kHugePage - 1);
+  void* data = reinterpret_cast<void*>(aligned);
+  madvise(data, size_bytes, MADV_HUGEPAGE);
+  memset(data, 1, size_bytes);
+  return data;
+}
+
+// Reads `size_bytes` (a multiple of 256) and returns a checksum, so that nothing can be left out.
+uint64_t read_loop_run(const void* data, size_t size_bytes) {
+  const char* bytes = static_cast<const char*>(data);
+  Vector sums[4] = {};
+  for (size_t offset = 0; offset < size_bytes; offset += kStride) {
+    for (size_t part = 0; part < 4; ++part) {
+      const char* here = bytes + offset + part * sizeof(Vector);
+      __builtin_prefetch(here + kPrefetchAhead);
+      sums[part] ^= *reinterpret_cast<const Vector*>(here);
+    }
+  }
+  const Vector sum = sums[0] ^ sums[1] ^ sums[2] ^ sums[3];
+  uint64_t result = 0;
+  for (int lane = 0; lane < 8; ++lane) result ^= sum[lane];
+  return result;
+}
+
+}  // extern "C"
