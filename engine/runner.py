@@ -6,21 +6,24 @@ from pathlib import Path
 
 import torch
 
+from engine.attention.base import Backend, LayerWritten
+from engine.attention.cuda_select import open_cuda
 from engine.attention.kv_cache import KVCache, KVLayout, PoolBuffer
-from engine.attention.select import select_backend
+from engine.attention.select import DeviceUnavailableError, select_backend, select_device
 from engine.core.sampling import SamplingParams
-from engine.core.step import SampledToken, ScoredToken, SequenceKey, SequenceStep, StepPlan, StepResult
+from engine.core.step import ScoredToken, SequenceKey, SequenceStep, StepPlan, StepResult
 from engine.model.config import ModelConfig, kv_block_size_bytes, resolve_dtype
-from engine.model.linear import padded_num_rows
-from engine.model.llama import LayerWritten, LlamaModel
+from engine.model.decoder import DecoderModel
+from engine.model.device_sampler import DeviceSampler
+from engine.model.placement import on_device
 from engine.model.sampler import Sampler, score
+from engine.model.select import read_model
+from engine.model.transformers_config import TransformersConfig
+from engine.model.transformers_model import TransformersModel, load_transformers_model
 from engine.model.weights import LoadProgress, load_weights
-from engine.step_tensors import StepTensorBuilder, StepTensors
+from engine.step_tensors import StepTensorBuilder
 
 __all__ = ["Runner", "kv_block_size_bytes"]
-
-# Batch sizes whose kernels are compiled before the first request; larger ones are compiled when they occur.
-_WARM_UP_NUM_TOKENS = 64
 
 
 class Runner:
@@ -29,15 +32,21 @@ class Runner:
     The number of threads of torch itself is the process's business (`torch.set_num_threads`, once, at its entry).
     """
 
-    def __init__(self, model: LlamaModel, cache: KVCache) -> None:
+    def __init__(self, model: DecoderModel | TransformersModel) -> None:
         self.config = model.config
-        self.cache = cache
+        self.cache = model.cache
         self._model = model
-        self._sampler = Sampler(model.config.eos_token_ids)
+        self._sampler: Sampler | DeviceSampler
+        if model.cache.pool_BLKCSD.device.type == "cpu":
+            self._sampler = Sampler(model.config.eos_token_ids, model.backend.argmax)
+        else:
+            self._sampler = DeviceSampler(model.config.eos_token_ids)
+        layout = model.cache.layout
         self._builder = StepTensorBuilder(
-            block_size=cache.layout.block_size,
-            num_blocks=cache.layout.num_blocks,
-            max_positions=model.config.max_position_embeddings,
+            vocab_size=model.config.vocab_size,
+            block_size=layout.block_size,
+            num_blocks=layout.num_blocks,
+            max_positions=min(model.config.max_position_embeddings, layout.num_blocks * layout.block_size),
         )
 
     @classmethod
@@ -50,6 +59,7 @@ class Runner:
         num_threads: int,
         buffer: PoolBuffer | None = None,
         progress: LoadProgress | None = None,
+        device: str = "cpu",
     ) -> Runner:
         """Load a Hugging Face directory.
 
@@ -57,23 +67,28 @@ class Runner:
             dtype: "float32", "bfloat16", or "auto" for the checkpoint's own; of weights, activations and pool.
             num_blocks, block_size: the pool, of `num_blocks * kv_block_size_bytes(...)` bytes.
             num_threads: threads of the native kernels.
-            buffer: writable memory for the pool, which must outlive the runner; allocated here if not given.
+            buffer: writable memory for the pool, which must outlive the runner; allocated here if not given. It is the
+                host's, so that the device can only be the CPU.
             progress: called with the bytes of weights read so far, and in all.
+            device: what computes: "cpu", "cuda", or "auto" for a GPU if there is one that can serve the model.
 
         Raises:
             FileNotFoundError: there is no config.json.
             ModelWeightsError: the weights are missing, damaged or do not fit the configuration.
-            ValueError: the configuration is not supported, or an argument is out of range.
+            UnsupportedModelError: neither Baton's own code nor that of transformers can compute the model.
+            DeviceUnavailableError: the device is "cuda", and cannot serve the model.
+            ValueError: a field of the configuration is malformed, or an argument is out of range.
         """
-        config = ModelConfig.from_directory(model_dir)
+        config = read_model(model_dir)
         dtype_name = resolve_dtype(dtype, config)
         layout = KVLayout.for_model(config, dtype=dtype_name, num_blocks=num_blocks, block_size=block_size)
-        cache = KVCache.allocate(layout) if buffer is None else KVCache.from_buffer(buffer, layout)
-        backend = select_backend(num_threads)
+        cache, backend = _pool_and_backend(config, layout, device, buffer, num_threads)
+        if isinstance(config, TransformersConfig):
+            return cls(load_transformers_model(Path(model_dir), config, dtype_name, backend, cache))
         with torch.inference_mode():
             weights = load_weights(Path(model_dir), config, dtype_name, progress)
-            model = LlamaModel(config, dtype_name, weights, backend)
-        return cls(model, cache)
+            weights = on_device(weights, cache.pool_BLKCSD.device)
+            return cls(DecoderModel(config, dtype_name, weights, backend, cache))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, on_layer_written: LayerWritten | None = None) -> StepResult:
@@ -84,18 +99,18 @@ class Runner:
 
         Raises NonFiniteLogitsError if the model's output is not finite.
         """
-        tokens: list[tuple[SampledToken, ...]] = [()] * len(plan.sequences)
+        if not plan.sequences:
+            return StepResult(step_id=plan.step_id)
+        logits_RV = self._model.forward(self._builder.build(plan), on_layer_written)
         scores: dict[int, list[ScoredToken]] = {}
-        if plan.sequences:
-            sampling = [index for index, sequence in enumerate(plan.sequences) if sequence.sample]
-            tensors = self._builder.build(plan)
-            rows_R = torch.cat([tensors.last_rows_S[sampling], _scored_rows(plan, tensors.last_rows_S)])
-            logits_RV = self._forward(tensors, rows_R, on_layer_written)
-            scores = _scores(plan, logits_RV[len(sampling) :])
-            drawn = self._sampler.sample(logits_RV[: len(sampling)], [plan.sequences[index] for index in sampling])
-            for index, drawn_tokens in zip(sampling, drawn, strict=True):
-                tokens[index] = drawn_tokens
-        return StepResult(step_id=plan.step_id, tokens=tokens, scores=scores)
+        if any(sequence.scored_ids for sequence in plan.sequences):
+            scores, logits_RV = _take_scores(plan, logits_RV)
+        sampling = [sequence for sequence in plan.sequences if sequence.sample]
+        drawn = self._sampler.sample(logits_RV, sampling) if sampling else []
+        if len(drawn) < len(plan.sequences):
+            in_order = iter(drawn)
+            drawn = [next(in_order) if sequence.sample else () for sequence in plan.sequences]
+        return StepResult(step_id=plan.step_id, tokens=drawn, scores=scores)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
@@ -103,48 +118,59 @@ class Runner:
 
         For tests that force the tokens and compare distributions.
         """
-        tensors = self._builder.build(plan)
-        return self._forward(tensors, tensors.last_rows_S, None)
+        return self._model.forward(self._builder.build(plan, every_sequence=True)).clone()
 
-    def warm_up(self, max_num_tokens: int) -> None:
-        """Run steps of the common sizes, and of `max_num_tokens`, so that no request waits for compilation.
+    def warm_up(self, max_num_tokens: int, max_num_rows: int) -> None:
+        """Run a step of `max_num_tokens` and one of a single token, so that no request waits for memory to be taken.
+
+        On a GPU this compiles kernels and records decode batches too. `max_num_rows` is how many sequences may sample
+        in one step: the logits' buffer is made for them, since what is recorded goes with it when it grows.
 
         Overwrites block 0 of the pool: call it before the pool holds anything.
         """
-        sizes = {padded_num_rows(count) for count in range(1, min(_WARM_UP_NUM_TOKENS, max_num_tokens) + 1)}
-        for step_id, num_tokens in enumerate(sorted(sizes | {max_num_tokens})):
-            sample = num_tokens <= _WARM_UP_NUM_TOKENS
-            sequences = [_warm_up_sequence(choice, sample) for choice in range(num_tokens)]
+        for step_id, num_tokens in enumerate((max_num_tokens, 1)):
+            sequences = [_warm_up_sequence(choice, sample=choice < max_num_rows) for choice in range(num_tokens)]
             self.run(StepPlan(step_id=step_id, sequences=sequences))
 
-    def _forward(
-        self, tensors: StepTensors, rows_R: torch.Tensor, on_layer_written: LayerWritten | None
-    ) -> torch.Tensor:
-        return self._model.forward(tensors.ids_T, tensors.batch, self.cache, rows_R, on_layer_written)
+
+def _pool_and_backend(
+    config: ModelConfig | TransformersConfig,
+    layout: KVLayout,
+    device: str,
+    buffer: PoolBuffer | None,
+    num_threads: int,
+) -> tuple[KVCache, Backend]:
+    """The pool in the memory of the device that computes."""
+    if device == "cuda" and buffer is not None:
+        raise DeviceUnavailableError("device: cuda keeps keys and values in its own memory, not in one it is given")
+    if device == "cuda" and isinstance(config, TransformersConfig):
+        raise DeviceUnavailableError("device: cuda serves Baton's own model families, not those of transformers")
+    serves_from_host = buffer is not None or isinstance(config, TransformersConfig)
+    if not serves_from_host and select_device(device, layout) == "cuda":
+        return open_cuda(layout, config.max_position_embeddings)
+    cache = KVCache.allocate(layout) if buffer is None else KVCache.from_buffer(buffer, layout)
+    return cache, select_backend(num_threads)
 
 
-def _scored_rows(plan: StepPlan, last_rows_S: torch.Tensor) -> torch.Tensor:
-    """Rows of the step's tokens after which a prompt token is to be scored, in the plan's order."""
-    rows = [torch.empty(0, dtype=torch.int64)]
-    for index, sequence in enumerate(plan.sequences):
-        if sequence.scored_ids:
-            first_row = last_rows_S[index] - len(sequence.token_ids) + 1
-            rows.append(first_row + torch.arange(len(sequence.scored_ids)))
-    return torch.cat(rows)
+def _take_scores(plan: StepPlan, logits_RV: torch.Tensor) -> tuple[dict[int, list[ScoredToken]], torch.Tensor]:
+    """The log-probabilities of prompt tokens, by index in the plan, and the rows that are left to sample from.
 
-
-def _scores(plan: StepPlan, logits_RV: torch.Tensor) -> dict[int, list[ScoredToken]]:
-    """By index in the plan. `logits_RV`: of the rows that `_scored_rows` named."""
+    `logits_RV` has the rows that `StepTensorBuilder.build` asks for, in its order.
+    """
     scores: dict[int, list[ScoredToken]] = {}
+    sampled_rows: list[int] = []
     row = 0
     for index, sequence in enumerate(plan.sequences):
         num_rows = len(sequence.scored_ids)
         if num_rows:
             num_top = sequence.sampling.prompt_logprobs
             assert num_top is not None, f"{sequence.key} asked for no prompt log-probabilities"
-            scores[index] = score(logits_RV[row : row + num_rows], sequence.scored_ids, num_top)
+            scores[index] = score(logits_RV[row : row + num_rows].cpu(), sequence.scored_ids, num_top)
             row += num_rows
-    return scores
+        if sequence.sample:
+            sampled_rows.append(row)
+            row += 1
+    return scores, logits_RV[sampled_rows]
 
 
 def _warm_up_sequence(choice: int, sample: bool) -> SequenceStep:

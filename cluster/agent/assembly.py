@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
 import os
 import socket
 
@@ -11,10 +12,11 @@ from cluster.agent.limits import AgentLimits, WorkerStateConfig
 from cluster.agent.pool import TransportPool, open_pool
 from cluster.agent.settings import RoleProfile, WorkerSettings
 from cluster.core.limits import NS_PER_S
-from cluster.core.messages import RankEndpoint, WorkerHello, WorkerLoad, WorkerRef
+from cluster.core.messages import RankEndpoint, RunLocal, WorkerHello, WorkerLoad, WorkerRef
 from engine.core.scheduler import SchedulerConfig
 from engine.core.step import StepPlan, StepResult
-from engine.model.config import ModelConfig, model_fingerprint
+from engine.model.config import ModelShape, model_fingerprint
+from engine.model.select import read_model
 from engine.runner import Runner
 from kv_transfer.checksum import Memory, checksums
 from kv_transfer.protocol.layout import KVLayout, LayerGroup
@@ -30,6 +32,7 @@ class Engine:
 
     Attributes:
         transport: registered on the pool's memory. fingerprint, name: of the model; the name is for people.
+        computed_by: what computes the model, as `baton status` shows it.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Engine:
         layout: KVLayout,
         fingerprint: str,
         name: str,
+        computed_by: str,
     ) -> None:
         self._runner: Runner | None = runner
         self._pool = pool
@@ -49,6 +53,7 @@ class Engine:
         self.layout = layout
         self.fingerprint = fingerprint
         self.name = name
+        self.computed_by = computed_by
 
     @property
     def transport(self) -> Transport:
@@ -77,14 +82,20 @@ def load_engine(settings: WorkerSettings, profile: RoleProfile) -> Engine:
 
     Raises: FileNotFoundError, ValueError, ModelWeightsError.
     """
-    config = ModelConfig.from_directory(settings.model_dir)
+    config = read_model(settings.model_dir)
     layout = KVLayout(
         groups=(LayerGroup(num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim),),
         block_size=settings.block_size,
         dtype=settings.dtype,
     )
     scheduler = _scheduler_config(settings, profile, config)
-    pool = open_pool(settings, layout.pool_size_bytes(settings.num_blocks))
+    takes_pushes = settings.device == "cpu"
+    if not takes_pushes and RunLocal not in profile.accepts:
+        raise ValueError(
+            f"device: a {settings.role.value} worker pushes KV, and {settings.device} memory is not pushed yet"
+        )
+    # The transport is registered on host memory, of which a GPU's pool has none: a page that nobody is told of.
+    pool = open_pool(settings, layout.pool_size_bytes(settings.num_blocks) if takes_pushes else mmap.PAGESIZE)
     try:
         runner = Runner.from_directory(
             settings.model_dir,
@@ -92,9 +103,10 @@ def load_engine(settings: WorkerSettings, profile: RoleProfile) -> Engine:
             settings.num_blocks,
             settings.block_size,
             settings.threads,
-            buffer=pool.buffer,
+            buffer=pool.buffer if takes_pushes else None,
+            device=settings.device,
         )
-        runner.warm_up(settings.max_step_tokens)
+        runner.warm_up(settings.max_step_tokens, settings.max_running)
     except BaseException:
         pool.close()
         raise
@@ -105,10 +117,11 @@ def load_engine(settings: WorkerSettings, profile: RoleProfile) -> Engine:
         layout=layout,
         fingerprint=model_fingerprint(settings.model_dir, settings.revision),
         name=settings.model_dir.name,
+        computed_by=config.engine,
     )
 
 
-def _scheduler_config(settings: WorkerSettings, profile: RoleProfile, model: ModelConfig) -> SchedulerConfig:
+def _scheduler_config(settings: WorkerSettings, profile: RoleProfile, model: ModelShape) -> SchedulerConfig:
     max_model_tokens = settings.max_model_tokens or model.max_position_embeddings
     if max_model_tokens > model.max_position_embeddings:
         raise ValueError(f"max_model_tokens: {max_model_tokens}, the model takes {model.max_position_embeddings}")
@@ -126,7 +139,7 @@ def state_config(
     settings: WorkerSettings, profile: RoleProfile, engine: Engine, token_address: str, metrics_address: str
 ) -> WorkerStateConfig:
     """What WorkerState is told of this life."""
-    details = f"model={engine.fingerprint} {engine.layout.compatibility()}"
+    details = f"model={engine.fingerprint} {engine.layout.compatibility()} engine={engine.computed_by}"
     endpoint = RankEndpoint(rank=0, transport=engine.transport.name, endpoint=engine.transport.endpoint())
     hello = WorkerHello(
         ref=WorkerRef(worker=settings.worker, token_address=token_address, endpoints=(endpoint,)),
@@ -135,6 +148,7 @@ def state_config(
         host=socket.gethostname(),
         pid=os.getpid(),
         model=engine.name,
+        engine=engine.computed_by,
         compatibility=hashlib.blake2b(details.encode(), digest_size=COMPATIBILITY_SIZE_BYTES).hexdigest(),
         compatibility_details=details,
         block_size=settings.block_size,
@@ -143,12 +157,14 @@ def state_config(
         load=WorkerLoad(),
         metrics_address=metrics_address,
     )
+    # A pool in a GPU's memory is out of its peers' reach.
+    accepts = profile.accepts if settings.device == "cpu" else (RunLocal,)
     return WorkerStateConfig(
         hello=hello,
         scheduler=engine.scheduler,
         num_blocks=settings.num_blocks,
         model_fingerprint=engine.fingerprint,
-        accepts=profile.accepts,
+        accepts=accepts,
         checksums=settings.checksums,
         limits=AgentLimits(coordinator_grace_ns=int(settings.coordinator_grace_s * NS_PER_S)),
     )

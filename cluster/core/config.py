@@ -13,9 +13,10 @@ from cluster.core.config_reader import Locate, Section
 from cluster.core.ids import Role
 
 VERSION: Final = 1
-MODEL_PRESETS: Final = ("smollm2-135m-instruct",)
+MODEL_PRESETS: Final = ("smollm2-135m-instruct", "gemma-3-270m")
 DTYPES: Final = ("float32", "bfloat16")
 TRANSPORTS: Final = ("auto", "shm")
+DEVICES: Final = ("cpu", "cuda")
 CHECKSUMS: Final = ("full", "off")
 
 MAX_POOLS: Final = 64
@@ -60,6 +61,7 @@ class PoolConfig:
     """Workers of one kind. Exactly one of `kv_blocks` and `kv_bytes` is set.
 
     Attributes:
+        device: what a worker computes with; `cuda` is one GPU, whose memory holds the KV pool.
         threads: CPU threads a worker computes with.
         cores: for each replica the core ids it is pinned to; None pins nothing.
         kv_blocks, kv_bytes: size of one worker's KV pool.
@@ -71,6 +73,7 @@ class PoolConfig:
     name: str
     role: Role
     replicas: int = 1
+    device: str = "cpu"
     threads: int = 1
     cores: tuple[tuple[int, ...], ...] | None = None
     kv_blocks: int | None = None
@@ -227,6 +230,8 @@ def _parse_pools(root: Section, model: ModelConfig, kv: KVConfig) -> tuple[PoolC
         pool = _parse_pool(section, role, LOCAL_CHUNK_TOKENS if is_local else CHUNK_TOKENS, model, kv)
         if any(other.name == pool.name for other in pools):
             section.refuse("name", f"{pool.name!r} a second time", "a name of its own for every pool")
+        if pool.device == "cuda":
+            _check_cuda(section, model, has_prefill=Role.PREFILL in roles)
         pools.append(pool)
     if not any(pool.role is Role.DECODE for pool in pools):
         root.refuse("pools", "no pool with role decode", "at least one", hint="decode workers write the answers")
@@ -248,6 +253,7 @@ def _parse_pool(section: Section, role: Role, chunk_tokens: int, model: ModelCon
         name=name,
         role=role,
         replicas=replicas,
+        device=section.choice("device", DEVICES, default="cpu"),
         threads=section.integer("threads", default=1, minimum=1, maximum=MAX_THREADS),
         cores=_parse_cores(section, replicas),
         kv_blocks=kv_blocks,
@@ -273,6 +279,14 @@ def _parse_cores(section: Section, replicas: int) -> tuple[tuple[int, ...], ...]
     if cores is not None and len(cores) != replicas:
         section.refuse("cores", f"{len(cores)} lists", f"{replicas}, one for each replica")
     return cores
+
+
+def _check_cuda(section: Section, model: ModelConfig, *, has_prefill: bool) -> None:
+    if has_prefill:
+        hint = "keys and values are not pushed to or from the memory of a GPU yet"
+        section.refuse("device", "cuda beside a prefill pool", "decode pools only, or cpu", hint=hint)
+    if model.dtype == "float32":
+        section.refuse("device", "cuda with model.dtype float32", "model.dtype bfloat16, or cpu")
 
 
 def _check_pool_sizes(section: Section, pool: PoolConfig, model: ModelConfig, kv: KVConfig) -> None:

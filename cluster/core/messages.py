@@ -261,6 +261,7 @@ class WorkerHello:
 
     `compatibility` must agree between all workers of a cluster (model fingerprint, dtype, block size, layout).
     `metrics_address` is the host:port of its Prometheus page, empty if it has none.
+    `engine` says what computes the model, for people to read.
     """
 
     ref: WorkerRef
@@ -277,6 +278,7 @@ class WorkerHello:
     load: WorkerLoad
     inventory: tuple[AttemptId, ...] = ()
     metrics_address: str = ""
+    engine: str = "native"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,6 +113,7 @@ def _view_worker(parts: Parts, worker: Worker, now_ns: int) -> WorkerView:
         host=hello.host,
         pid=hello.pid,
         model=hello.model,
+        engine=hello.engine,
         token_address=hello.ref.token_address,
         transports=tuple(dict.fromkeys(endpoint.transport for endpoint in hello.ref.endpoints)),
         metrics_address=hello.metrics_address,

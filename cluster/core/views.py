@@ -23,6 +23,7 @@ class WorkerView:
     host: str
     pid: int
     model: str
+    engine: str
     token_address: str
     transports: tuple[str, ...]
     metrics_address: str

@@ -10,7 +10,8 @@ from cluster.front.request_spec import RequestLimits
 from cluster.front.tokenizer import TextTokenizer
 from cluster.wire.channels import LOOPBACK
 from engine.core.block_hash import extra_key, hash_blocks
-from engine.model.config import ModelConfig, model_fingerprint, resolve_dtype
+from engine.model.config import model_fingerprint, resolve_dtype
+from engine.model.select import read_model
 
 DEFAULT_MAX_TOKENS = 256
 """Length of an answer whose request does not say, if the context allows it."""
@@ -75,7 +76,7 @@ def load_model(settings: FrontSettings) -> ServedModel:
         FileNotFoundError: the directory lacks a file.
         ValueError: a file or a setting cannot be used; the message says which.
     """
-    config = ModelConfig.from_directory(settings.model_dir)
+    config = read_model(settings.model_dir)
     max_model_tokens = settings.max_model_tokens or config.max_position_embeddings
     if not 2 <= max_model_tokens <= config.max_position_embeddings:
         raise ValueError(

@@ -73,6 +73,7 @@ def _worker_status(worker: WorkerView) -> admin_pb2.WorkerStatus:
             hit_tokens=worker.load.prefix_hit_tokens,
         ),
         metrics_address=worker.metrics_address,
+        engine=worker.engine,
     )
 
 

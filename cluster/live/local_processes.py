@@ -211,6 +211,7 @@ def _worker_arguments(plan: ClusterPlan, worker: WorkerPlan) -> list[str]:
         "dtype": model.dtype,
         "block-size": plan.config.kv.block_size,
         "max-model-tokens": plan.max_model_tokens,
+        "device": pool.device,
         "threads": pool.threads,
         "host": plan.host,
         "max-step-tokens": pool.max_step_tokens,

@@ -29,6 +29,11 @@ class WorkerPlan:
     cores: tuple[int, ...] | None
     metrics_port: int
 
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that Ray reserves for it; the process sees no other."""
+        return 1 if self.pool.device == "cuda" else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontPlan:

@@ -13,15 +13,16 @@ import psutil
 
 from cluster.core.config import ClusterConfig, ModelConfig, PoolConfig
 from cluster.live.config_file import ClusterFile
-from engine.model import config as model_files
-from engine.model.importer import SMOLLM2_DIRECTORY_NAME, is_complete
+from engine.model.config import resolve_dtype
+from engine.model.importer import is_complete
+from engine.model.packaged_models import PACKAGED_MODELS
+from engine.model.select import read_model
 from kv_transfer.protocol.layout import KVLayout, LayerGroup
 
 WORKER_BYTES: Final = 700 * 10**6
 """What a worker uses at most besides its weights and its pool."""
 CONTROL_PLANE_BYTES: Final = 1_200 * 10**6
 """Ray's own processes, the coordinator and one front."""
-PRESET_DIRECTORIES: Final = {"smollm2-135m-instruct": SMOLLM2_DIRECTORY_NAME}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class MemoryNeed:
 def model_directory(model: ModelConfig, folder: Path, models_dir: Path) -> Path:
     """Where the model's files should be; relative paths start at `folder`."""
     if model.preset is not None:
-        return models_dir / PRESET_DIRECTORIES[model.preset]
+        return models_dir / PACKAGED_MODELS[model.preset].directory_name
     assert model.path is not None
     return folder / Path(model.path).expanduser()
 
@@ -68,14 +69,14 @@ def check_model(file: ClusterFile, models_dir: Path) -> ModelFacts:
             ("model", "preset"),
             f"{model.preset}, which is not at {directory}",
             "an imported model",
-            hint="import it once with: baton model import",
+            hint=f"import it once with: baton model import {model.preset}",
         )
     key = ("model", "path") if model.path is not None else ("model", "preset")
     if not (directory / "config.json").is_file():
         missing = "has no config.json" if directory.is_dir() else "does not exist"
         raise file.error(key, f"{directory}, which {missing}", "a Hugging Face model directory")
     try:
-        shape = model_files.ModelConfig.from_directory(directory)
+        shape = read_model(directory)
     except (OSError, ValueError) as error:
         raise file.error(key, f"a model that cannot be used ({error})", "one that Baton can serve") from error
     if not any(directory.glob("*.safetensors")):
@@ -89,7 +90,7 @@ def check_model(file: ClusterFile, models_dir: Path) -> ModelFacts:
     )
     facts = ModelFacts(
         directory=directory,
-        weights_bytes=shape.weights_size_bytes(model_files.resolve_dtype(model.dtype, shape)),
+        weights_bytes=shape.weights_size_bytes(resolve_dtype(model.dtype, shape)),
         block_bytes=layout.block_size_bytes,
         max_model_tokens=model.max_model_tokens or shape.max_position_embeddings,
     )
@@ -128,11 +129,13 @@ def memory_need(config: ClusterConfig, facts: ModelFacts) -> MemoryNeed:
     fixed_worker_bytes = facts.weights_bytes + WORKER_BYTES
     return MemoryNeed(
         fixed_bytes=CONTROL_PLANE_BYTES,
-        pools=tuple(
-            (pool, fixed_worker_bytes + num_kv_blocks(pool, facts.block_bytes) * facts.block_bytes)
-            for pool in config.pools
-        ),
+        pools=tuple((pool, fixed_worker_bytes + _host_kv_bytes(pool, facts)) for pool in config.pools),
     )
+
+
+def _host_kv_bytes(pool: PoolConfig, facts: ModelFacts) -> int:
+    """One worker's KV pool, as far as it takes memory of the machine and not of a GPU."""
+    return num_kv_blocks(pool, facts.block_bytes) * facts.block_bytes if pool.device == "cpu" else 0
 
 
 def what_fits(config: ClusterConfig, facts: ModelFacts, available_bytes: int) -> str:

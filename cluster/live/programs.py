@@ -40,6 +40,7 @@ def worker_program(plan: ClusterPlan, worker: WorkerPlan, *, incarnation: int, h
         block_size=plan.config.kv.block_size,
         max_model_tokens=plan.max_model_tokens,
         revision=plan.config.model.revision,
+        device=pool.device,
         threads=pool.threads,
         cores=worker.cores,
         host=host,

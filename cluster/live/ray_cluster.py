@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from cluster.core.errors import StartupError, UnreachableError
 from cluster.live.actors import CoordinatorActor, FrontActor, WorkerActor
 from cluster.live.hosted_loop import Phase, ProgramReport
-from cluster.live.plan import COORDINATOR_NAME, ClusterPlan
+from cluster.live.plan import COORDINATOR_NAME, ClusterPlan, WorkerPlan
 from cluster.live.reachability import split_address
 from cluster.wire.channels import LOOPBACK
 
@@ -88,12 +88,12 @@ def host_for_peers() -> str:
 def start_actors(plan: ClusterPlan, namespace: str) -> Actors:
     """Creates the actors, all at once; they start in parallel. Coordinator and fronts run on this machine.
 
-    Raises StartupError where Ray has not enough CPUs.
+    Raises StartupError where Ray has not enough CPUs or GPUs.
     """
     actors: Actors = {}
     # Ray warns that removing the placement group ends the actors in it for good, which is what it is removed for.
     logging.getLogger("ray.actor").setLevel(logging.ERROR)
-    bundles = [{"CPU": float(worker.pool.threads)} for worker in plan.workers]
+    bundles = [_bundle(worker) for worker in plan.workers]
     group = placement_group(bundles, strategy="PACK", name=namespace, lifetime="detached")
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     coordinator = _options(COORDINATOR_NAME, num_cpus=0, strategy=here)
@@ -103,13 +103,14 @@ def start_actors(plan: ClusterPlan, namespace: str) -> Actors:
         actors[front.name] = ray.remote(FrontActor).options(**options).remote(plan, front)
     for i, worker in enumerate(plan.workers):
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
-        options = _options(worker.name, num_cpus=worker.pool.threads, strategy=strategy)
+        options = _options(worker.name, num_cpus=worker.pool.threads, num_gpus=worker.num_gpus, strategy=strategy)
         actors[worker.name] = ray.remote(WorkerActor).options(**options).remote(plan, worker)
     if not group.wait(PLACEMENT_TIMEOUT_S):
-        total = ray.cluster_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
+        total = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        num_gpus = sum(worker.num_gpus for worker in plan.workers)
         raise StartupError(
-            f"Ray cannot place the workers: they need {plan.num_cpus} CPUs, one worker on one machine, "
-            f"and Ray has {total:g} in all"
+            f"Ray cannot place the workers: they need {plan.num_cpus} CPUs and {num_gpus} GPUs, one worker on one "
+            f"machine, and Ray has {total.get('CPU', 0.0):g} and {total.get('GPU', 0.0):g} in all"
         )
     return actors
 
@@ -155,12 +156,19 @@ def actor_names(namespace: str) -> list[str]:
     return sorted(actor["name"] for actor in found if actor["namespace"] == namespace)
 
 
-def _options(name: str, *, num_cpus: float, strategy: object) -> dict[str, Any]:
+def _bundle(worker: WorkerPlan) -> dict[str, float]:
+    """What Ray reserves for the worker on one machine."""
+    cpus = {"CPU": float(worker.pool.threads)}
+    return {**cpus, "GPU": float(worker.num_gpus)} if worker.num_gpus else cpus
+
+
+def _options(name: str, *, num_cpus: float, num_gpus: int = 0, strategy: object) -> dict[str, Any]:
     return {
         "name": name,
         "lifetime": "detached",
         "max_restarts": FOREVER,
         "num_cpus": num_cpus,
+        "num_gpus": num_gpus,
         "scheduling_strategy": strategy,
     }
 

@@ -35,7 +35,12 @@ COMMON_FLAGS = (
 )
 AVX2_FLAGS = ("-mavx2", "-mfma")
 AVX512_FLAGS = (*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
-COMMON_UNITS: dict[str, tuple[str, ...]] = {"dispatch.cpp": (), "thread_pool.cpp": (), "kernels_generic.cpp": ()}
+COMMON_UNITS: dict[str, tuple[str, ...]] = {
+    "dispatch.cpp": (),
+    "program.cpp": (),
+    "thread_team.cpp": (),
+    "kernels_generic.cpp": (),
+}
 X86_UNITS: dict[str, tuple[str, ...]] = {
     "kernels_avx2.cpp": AVX2_FLAGS,
     "kernels_avx512.cpp": AVX512_FLAGS,

@@ -1,4 +1,4 @@
-"""The pool of key/value blocks: one contiguous host buffer, and its layout as data.
+"""The pool of key/value blocks: one contiguous buffer, in host memory or a device's, and its layout as data.
 
 Axes: B block, L layer, K key/value head, C key (0) or value (1), S slot in the block (one token), D head dimension.
 The order [B, L, K, C, S, D] makes a block one run of bytes (pushing a whole block is one copy), and a layer of a
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.model.config import DTYPE_SIZE_BYTES, DtypeName, ModelConfig, kv_block_size_bytes
+from engine.model.config import DTYPE_SIZE_BYTES, DtypeName, ModelShape, kv_block_size_bytes
 
 TORCH_DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PoolBuffer = bytearray | memoryview | mmap.mmap
@@ -30,7 +30,7 @@ class KVLayout:
     dtype: DtypeName
 
     @classmethod
-    def for_model(cls, config: ModelConfig, *, dtype: DtypeName, num_blocks: int, block_size: int) -> KVLayout:
+    def for_model(cls, config: ModelShape, *, dtype: DtypeName, num_blocks: int, block_size: int) -> KVLayout:
         """Raises ValueError if `num_blocks` or `block_size` is not positive."""
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
@@ -59,13 +59,17 @@ class KVLayout:
 
 
 class KVCache:
-    """The pool's memory seen as a tensor. The memory may be the caller's: a memfd that other workers map."""
+    """The pool's memory seen as a tensor. The memory may be the caller's: a memfd that other workers map.
+
+    `pool_BLKCSD` may have blocks beyond the layout's, numbered on from those: a backend's scratch. The layers' views
+    show them, the attribute of this name does not.
+    """
 
     def __init__(self, layout: KVLayout, pool_BLKCSD: torch.Tensor) -> None:
-        assert pool_BLKCSD.shape == layout.shape_BLKCSD
+        assert pool_BLKCSD.shape[1:] == layout.shape_BLKCSD[1:] and len(pool_BLKCSD) >= layout.num_blocks
         assert pool_BLKCSD.is_contiguous()
         self.layout = layout
-        self.pool_BLKCSD = pool_BLKCSD
+        self.pool_BLKCSD = pool_BLKCSD[: layout.num_blocks]
         self._layers_BKCSD = [pool_BLKCSD[:, layer] for layer in range(layout.num_layers)]
 
     @classmethod
@@ -84,9 +88,10 @@ class KVCache:
         return cls(layout, flat.view(layout.shape_BLKCSD))
 
     @classmethod
-    def allocate(cls, layout: KVLayout) -> KVCache:
-        """A pool in memory of its own, cleared."""
-        return cls(layout, torch.zeros(layout.shape_BLKCSD, dtype=TORCH_DTYPES[layout.dtype]))
+    def allocate(cls, layout: KVLayout, device: torch.device | None = None, num_scratch_blocks: int = 0) -> KVCache:
+        """A pool in memory of its own, cleared; of the host's, if no device is given."""
+        shape = (layout.num_blocks + num_scratch_blocks, *layout.shape_BLKCSD[1:])
+        return cls(layout, torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device))
 
     def layer_BKCSD(self, layer: int) -> torch.Tensor:
         """A view of one layer of every block."""

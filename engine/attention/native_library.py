@@ -1,108 +1,20 @@
-"""Loads the compiled kernels and mirrors their C interface (native/kernels.h), field by field."""
+"""Loads the compiled kernels and declares their entry points."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_int32, c_void_p
 from pathlib import Path
-from typing import Any
 
 from engine.attention.build import BUILD_DIR, library_name
+from engine.attention.native_structs import OpStruct, StepStruct
 
-FLOAT32, BFLOAT16 = 0, 1
 ISA_NAMES = ("generic", "avx2", "avx512", "avx512_bf16")
 """Worst first; the index is the number that the library knows it by."""
 
 
 class KernelsUnavailableError(Exception):
     """The library for the present sources has not been built, or does not load on this machine."""
-
-
-class KVLayerStruct(ctypes.Structure):
-    _fields_ = [
-        ("data", c_void_p),
-        ("block_stride", c_int64),
-        ("head_stride", c_int64),
-        ("kv_stride", c_int64),
-        ("slot_stride", c_int64),
-        ("num_kv_heads", c_int32),
-        ("block_size", c_int32),
-        ("head_dim", c_int32),
-        ("dtype", c_int32),
-    ]
-
-
-class AttentionStruct(ctypes.Structure):
-    _fields_ = [
-        ("kv", KVLayerStruct),
-        ("q", c_void_p),
-        ("out", c_void_p),
-        ("query_starts", c_void_p),
-        ("context_starts", c_void_p),
-        ("table_starts", c_void_p),
-        ("block_tables", c_void_p),
-        ("q_token_stride", c_int64),
-        ("out_token_stride", c_int64),
-        ("num_sequences", c_int32),
-        ("num_heads", c_int32),
-        ("scale", c_float),
-    ]
-
-
-class RotaryWriteStruct(ctypes.Structure):
-    _fields_ = [
-        ("kv", KVLayerStruct),
-        ("qkv", c_void_p),
-        ("cos_sin", c_void_p),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("token_stride", c_int64),
-        ("num_tokens", c_int32),
-        ("num_heads", c_int32),
-    ]
-
-
-class RmsNormStruct(ctypes.Structure):
-    _fields_ = [
-        ("x", c_void_p),
-        ("residual", c_void_p),
-        ("weight", c_void_p),
-        ("out", c_void_p),
-        ("num_tokens", c_int32),
-        ("size", c_int32),
-        ("dtype", c_int32),
-        ("eps", c_float),
-    ]
-
-
-class SiluMulStruct(ctypes.Structure):
-    _fields_ = [
-        ("gate_up", c_void_p),
-        ("out", c_void_p),
-        ("num_tokens", c_int32),
-        ("size", c_int32),
-        ("dtype", c_int32),
-    ]
-
-
-class LogitsStruct(ctypes.Structure):
-    _fields_ = [
-        ("x", c_void_p),
-        ("weight", c_void_p),
-        ("out", c_void_p),
-        ("num_rows", c_int32),
-        ("size", c_int32),
-        ("vocab_size", c_int32),
-    ]
-
-
-KERNEL_ARGUMENTS = {
-    "baton_attention": AttentionStruct,
-    "baton_rotary_write": RotaryWriteStruct,
-    "baton_rms_norm": RmsNormStruct,
-    "baton_silu_mul": SiluMulStruct,
-    "baton_logits": LogitsStruct,
-}
 
 
 def load_kernels(build_dir: Path = BUILD_DIR) -> ctypes.CDLL:
@@ -118,12 +30,14 @@ def load_kernels(build_dir: Path = BUILD_DIR) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise KernelsUnavailableError(f"the native kernels do not load: {error}") from error
-    for name, struct in KERNEL_ARGUMENTS.items():
-        function: Any = getattr(library, name)
-        function.argtypes = (ctypes.POINTER(struct), c_int32, c_int32)
-        function.restype = None
     library.baton_isa_supported.argtypes = (c_int32,)
     library.baton_isa_supported.restype = c_int32
+    library.baton_team_create.argtypes = (c_int32,)
+    library.baton_team_create.restype = c_void_p
+    library.baton_team_destroy.argtypes = (c_void_p,)
+    library.baton_team_destroy.restype = None
+    library.baton_run.argtypes = (c_void_p, POINTER(OpStruct), c_int32, c_int32, POINTER(StepStruct), c_int32)
+    library.baton_run.restype = None
     return library
 
 

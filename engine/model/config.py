@@ -8,51 +8,109 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
+
+from engine.model.config_fields import (
+    UnsupportedModelError as UnsupportedModelError,
+)
+from engine.model.config_fields import (
+    flag,
+    optional_token_id,
+    positive_float,
+    positive_int,
+    token_ids,
+)
+from engine.model.families import (
+    FAMILIES,
+    ActivationName,
+    ExpertsConfig,
+    LayerConfig,
+    family_fields,
+    parse_activation,
+    parse_attention_scale,
+    parse_bias,
+    parse_experts,
+    parse_layers,
+)
 
 DtypeName = Literal["float32", "bfloat16"]
 DTYPE_SIZE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
+SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 FINGERPRINT_SIZE_BYTES = 16
 MAX_SAFETENSORS_HEADER_SIZE_BYTES = 100_000_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding parameters (Su et al. 2021, "RoFormer").
+class ModelShape(Protocol):
+    """What the rest of Baton needs to know of a model, whatever computes it."""
 
-    `kind` "linear" divides all positions by `factor`; "llama3" divides low frequencies by `factor`, keeps high
-    ones, and blends in between, by the wavelength relative to `original_max_position`.
-    """
+    @property
+    def engine(self) -> str:
+        """What computes it, for people to read."""
 
-    kind: Literal["default", "linear", "llama3"] = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 0
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+    @property
+    def dtype(self) -> DtypeName:
+        """The checkpoint's own."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def weights_size_bytes(self, dtype: DtypeName) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of a Llama-family decoder. Sizes are numbers of elements."""
+    """The shape of a decoder. Sizes are numbers of elements.
+
+    Attributes:
+        layers: what differs from layer to layer.
+        experts: of the layers that are routed; None if none is.
+        qkv_bias, output_bias, mlp_bias: which products of a layer add a bias.
+        normalises_heads: whether each head of queries and keys is normalised before it is rotated.
+        normalises_outputs: whether the outputs of attention and MLP are normalised before they are added.
+        norm_offset: what is added to the weights of all norms.
+        embedding_scale: factor of the embeddings, to be rounded to the dtype that they are in.
+        attention_scale: factor of the products of queries and keys.
+    """
 
     architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    layers: tuple[LayerConfig, ...]
+    experts: ExpertsConfig | None
+    activation: ActivationName
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    normalises_heads: bool
+    normalises_outputs: bool
+    norm_offset: float
+    embedding_scale: float
+    attention_scale: float
     max_position_embeddings: int
     rms_norm_eps: float
-    rope: RopeConfig
     tie_word_embeddings: bool
     dtype: DtypeName
     bos_token_id: int | None
@@ -64,7 +122,8 @@ class ModelConfig:
 
         Raises:
             FileNotFoundError: there is no config.json.
-            ValueError: a field is missing, malformed or asks for something this engine cannot compute.
+            UnsupportedModelError: the model is none of the families, or asks for more than they compute.
+            ValueError: a field is missing or malformed.
         """
         directory = Path(model_dir)
         config_path = directory / "config.json"
@@ -76,57 +135,67 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-        """Parse the content of config.json and generation_config.json; raises ValueError naming the field."""
+        """Parse the content of config.json and generation_config.json; raises as `from_directory`."""
         architecture = _architecture(raw)
-        _refuse_unsupported(raw)
-        hidden_size = _positive_int(raw, "hidden_size")
-        num_heads = _positive_int(raw, "num_attention_heads")
-        num_kv_heads = _positive_int(raw, "num_key_value_heads", default=num_heads)
-        if num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_key_value_heads ({num_kv_heads}) must divide num_attention_heads ({num_heads}) in config.json"
-            )
-        if raw.get("head_dim") is None and hidden_size % num_heads:
-            raise ValueError(
-                f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads}) in config.json"
-            )
-        head_dim = _positive_int(raw, "head_dim", default=hidden_size // num_heads)
-        if head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary embeddings, got {head_dim} in config.json")
-        vocab_size = _positive_int(raw, "vocab_size")
+        family, fields = FAMILIES[architecture], family_fields(architecture, raw)
+        hidden_size, vocab_size = positive_int(fields, "hidden_size"), positive_int(fields, "vocab_size")
+        num_heads, num_kv_heads, head_dim = _head_shape(fields, hidden_size)
         return cls(
             architecture=architecture,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            intermediate_size=_positive_int(raw, "intermediate_size"),
-            num_layers=_positive_int(raw, "num_hidden_layers"),
+            intermediate_size=positive_int(fields, "intermediate_size"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_position_embeddings=_positive_int(raw, "max_position_embeddings", default=2048),
-            rms_norm_eps=_positive_float(raw, "rms_norm_eps", default=1e-6),
-            rope=_parse_rope(raw),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            dtype=_dtype(raw),
-            bos_token_id=_optional_token_id(raw, "bos_token_id", vocab_size),
-            eos_token_ids=_eos_token_ids(raw, generation or {}, vocab_size),
+            layers=parse_layers(family, fields),
+            experts=parse_experts(family, fields),
+            activation=parse_activation(fields),
+            qkv_bias=parse_bias(family.qkv_bias, fields),
+            output_bias=parse_bias(family.output_bias, fields),
+            mlp_bias=parse_bias(family.mlp_bias, fields),
+            normalises_heads=family.normalises_heads,
+            normalises_outputs=family.normalises_outputs,
+            norm_offset=family.norm_offset,
+            embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
+            attention_scale=parse_attention_scale(fields, head_dim),
+            max_position_embeddings=positive_int(fields, "max_position_embeddings"),
+            rms_norm_eps=positive_float(fields, "rms_norm_eps"),
+            tie_word_embeddings=flag(fields, "tie_word_embeddings"),
+            dtype=_dtype(fields),
+            bos_token_id=optional_token_id(fields, "bos_token_id", vocab_size),
+            # generation_config.json decides where it has them.
+            eos_token_ids=token_ids(generation or {}, "eos_token_id", vocab_size)
+            or token_ids(fields, "eos_token_id", vocab_size),
         )
+
+    @property
+    def engine(self) -> str:
+        return "native"
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def num_parameters(self) -> int:
         """Elements of all weights; a tied output head counts once."""
-        query_size = self.num_heads * self.head_dim
-        kv_size = self.num_kv_heads * self.head_dim
-        attention = self.hidden_size * (2 * query_size + 2 * kv_size)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+        hidden, query, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = hidden * (2 * query + 2 * kv)
+        attention += self.qkv_bias * (query + 2 * kv) + self.output_bias * hidden
+        norms = (4 if self.normalises_outputs else 2) * hidden + 2 * self.normalises_heads * self.head_dim
+        dense = 3 * hidden * self.intermediate_size + self.mlp_bias * (2 * self.intermediate_size + hidden)
+        experts = self.experts
+        routed = experts.num_experts * hidden * (3 * experts.intermediate_size + 1) if experts else 0
+        mlps = sum(routed if layer.is_routed else dense for layer in self.layers)
+        embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * (attention + norms) + mlps + embeddings + hidden
 
     def weights_size_bytes(self, dtype: DtypeName) -> int:
         return self.num_parameters * DTYPE_SIZE_BYTES[dtype]
 
 
-def resolve_dtype(requested: str, config: ModelConfig) -> DtypeName:
+def resolve_dtype(requested: str, config: ModelShape) -> DtypeName:
     """The dtype to compute in: `requested`, or the checkpoint's own where it is "auto"."""
     if requested == "auto":
         return config.dtype
@@ -136,7 +205,7 @@ def resolve_dtype(requested: str, config: ModelConfig) -> DtypeName:
     raise ValueError(f"dtype must be auto, float32 or bfloat16, got {requested!r}")
 
 
-def kv_block_size_bytes(config: ModelConfig, dtype: DtypeName, block_size: int) -> int:
+def kv_block_size_bytes(config: ModelShape, dtype: DtypeName, block_size: int) -> int:
     """Bytes of one block: keys and values of `block_size` tokens, all layers and KV heads."""
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
@@ -202,96 +271,34 @@ def _architecture(raw: dict[str, Any]) -> str:
     if not isinstance(names, list) or not names:
         raise ValueError("architectures is missing from config.json")
     for name in names:
-        if name in SUPPORTED_ARCHITECTURES:
+        if name in FAMILIES:
             return str(name)
-    raise ValueError(f"architectures {names} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
+    raise UnsupportedModelError(f"architectures {names} is not supported; supported: {', '.join(FAMILIES)}")
 
 
-def _refuse_unsupported(raw: dict[str, Any]) -> None:
-    for name in ("attention_bias", "mlp_bias"):
-        if raw.get(name):
-            raise ValueError(f"{name} = true in config.json is not supported")
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"hidden_act {activation!r} in config.json is not supported; supported: silu")
-    if raw.get("quantization_config"):
-        raise ValueError("quantization_config in config.json is not supported: save the model unquantized")
-    if raw.get("sliding_window"):
-        raise ValueError("sliding_window in config.json is not supported")
-
-
-def _parse_rope(raw: dict[str, Any]) -> RopeConfig:
-    """Both spellings: `rope_parameters` (newer) and `rope_theta` with `rope_scaling` (older)."""
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise ValueError(f"rope_scaling in config.json must be an object, got {scaling!r}")
-    theta = _positive_float({"rope_theta": scaling.get("rope_theta", raw.get("rope_theta"))}, "rope_theta", 10_000.0)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(kind="linear", theta=theta, factor=_positive_float(scaling, "factor"))
-    if kind == "llama3":
-        return RopeConfig(
-            kind="llama3",
-            theta=theta,
-            factor=_positive_float(scaling, "factor"),
-            low_freq_factor=_positive_float(scaling, "low_freq_factor"),
-            high_freq_factor=_positive_float(scaling, "high_freq_factor"),
-            original_max_position=_positive_int(scaling, "original_max_position_embeddings"),
+def _head_shape(fields: dict[str, Any], hidden_size: int) -> tuple[int, int, int]:
+    """Query heads, key/value heads and their dimension."""
+    num_heads = positive_int(fields, "num_attention_heads")
+    num_kv_heads = positive_int(fields, "num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_key_value_heads ({num_kv_heads}) must divide num_attention_heads ({num_heads}) in config.json"
         )
-    raise ValueError(f"rope_type {kind!r} in config.json is not supported; supported: default, linear, llama3")
+    if fields.get("head_dim") is None and hidden_size % num_heads:
+        raise ValueError(
+            f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads}) in config.json"
+        )
+    head_dim = positive_int(fields, "head_dim", default=hidden_size // num_heads)
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even for rotary embeddings, got {head_dim} in config.json")
+    return num_heads, num_kv_heads, head_dim
 
 
-def _dtype(raw: dict[str, Any]) -> DtypeName:
+def _dtype(fields: dict[str, Any]) -> DtypeName:
     """float16 checkpoints are computed in float32: every float16 value fits, whereas bfloat16 would lose bits."""
-    name = raw.get("dtype", raw.get("torch_dtype")) or "float32"
+    name = fields.get("dtype") or fields.get("torch_dtype") or "float32"
     if name in ("float32", "float16"):
         return "float32"
     if name == "bfloat16":
         return "bfloat16"
     raise ValueError(f"dtype {name!r} in config.json is not supported; supported: float32, bfloat16, float16")
-
-
-def _eos_token_ids(raw: dict[str, Any], generation: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """generation_config.json decides where it has them; else config.json. Ids are sorted and without repeats."""
-    for source in (generation, raw):
-        value = source.get("eos_token_id")
-        if value is None:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        return tuple(sorted({_token_id(token_id, "eos_token_id", vocab_size) for token_id in ids}))
-    return ()
-
-
-def _optional_token_id(raw: dict[str, Any], name: str, vocab_size: int) -> int | None:
-    value = raw.get(name)
-    return None if value is None else _token_id(value, name, vocab_size)
-
-
-def _token_id(value: object, name: str, vocab_size: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
-        raise ValueError(f"{name} must be a token id between 0 and {vocab_size - 1}, got {value!r}")
-    return value
-
-
-def _positive_int(raw: dict[str, Any], name: str, default: int | None = None) -> int:
-    value = raw.get(name)
-    if value is None:
-        value = default
-    if value is None:
-        raise ValueError(f"{name} is missing from config.json")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive integer in config.json, got {value!r}")
-    return value
-
-
-def _positive_float(raw: dict[str, Any], name: str, default: float | None = None) -> float:
-    value = raw.get(name)
-    if value is None:
-        value = default
-    if value is None:
-        raise ValueError(f"{name} is missing from config.json")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name} must be a positive number in config.json, got {value!r}")
-    return float(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -100,11 +100,16 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of_tensor
 
+    @property
+    def names(self) -> Iterable[str]:
+        return self._file_of_tensor.keys()
+
     def read_into(self, name: str, target: torch.Tensor) -> int:
         """As SafetensorsFile.read_into; also raises ModelWeightsError if there is no such tensor."""
         file = self._file_of_tensor.get(name)
         if file is None:
-            raise ModelWeightsError(f"tensor {name} is missing from {self.model_dir}")
+            shape = tuple(target.shape)
+            raise ModelWeightsError(f"tensor {name}, of shape {shape}, is missing from the weights in {self.model_dir}")
         return file.read_into(name, target)
 
     def size_bytes(self, name: str) -> int:

@@ -20,7 +20,7 @@ Axes: R rows, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +31,9 @@ from engine.core.step import SampledToken, ScoredToken, SequenceStep
 from engine.model.philox import uniform
 
 _Float32 = npt.NDArray[np.float32]
+Argmax = Callable[[torch.Tensor], tuple[list[int], list[float]]]
 
-_LEAST_REPETITION_PENALTY = 1e-30
+LEAST_REPETITION_PENALTY = 1e-30
 """Smaller ones do the same, but logits divided by them would not fit float32: an infinity fails the whole step."""
 
 
@@ -41,10 +42,16 @@ class NonFiniteLogitsError(ArithmeticError):
 
 
 class Sampler:
-    """Stateless but for the model's end-of-sequence ids."""
+    """Stateless.
 
-    def __init__(self, eos_token_ids: Sequence[int]) -> None:
+    Args:
+        eos_token_ids: the model's end-of-sequence ids.
+        argmax: `engine.attention.base.Backend.argmax`.
+    """
+
+    def __init__(self, eos_token_ids: Sequence[int], argmax: Argmax) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
+        self._argmax = argmax
 
     def sample(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[tuple[SampledToken, ...]]:
         """Tokens for each row of float32 `logits_RV`, which belongs to `steps` of the same index: one for its choice,
@@ -61,7 +68,8 @@ class Sampler:
             if step.sampling.logprobs is not None
         }
         for row, step in enumerate(steps):
-            self._adjust(logits_RV[row], step)
+            if _is_adjusted(step):
+                self._adjust(logits_RV[row], step)
         return [
             _with_logprobs(token_ids, logprobs.get(row), steps[row].sampling.logprobs)
             for row, token_ids in enumerate(self._choose(logits_RV, steps))
@@ -76,7 +84,7 @@ class Sampler:
         if params.repetition_penalty != 1.0:
             seen = torch.from_numpy(np.unique(np.array(step.prompt_ids + step.output_ids, dtype=np.int64)))
             values = logits_V[seen]
-            penalty = max(params.repetition_penalty, _LEAST_REPETITION_PENALTY)
+            penalty = max(params.repetition_penalty, LEAST_REPETITION_PENALTY)
             logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
         if (params.frequency_penalty or params.presence_penalty) and step.output_ids:
             emitted, counts = np.unique(np.array(step.output_ids, dtype=np.int64), return_counts=True)
@@ -87,15 +95,27 @@ class Sampler:
             logits_V[banned] = float("-inf")
 
     def _choose(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[list[int]]:
-        top_R, greedy_R = logits_RV.max(dim=-1)  # the first index among equals
-        for step, is_finite in zip(steps, top_R.isfinite().tolist(), strict=True):
-            if not is_finite:
+        greedy_R, top_R = self._argmax(logits_RV)
+        for step, top in zip(steps, top_R, strict=True):
+            if not math.isfinite(top):
                 raise NonFiniteLogitsError(f"logits of {step.key} at output position {step.position} are not finite")
         # Drawn row by row, not all at once: a row's weights and sums then stay in the cache.
         return [
-            [greedy] * (1 + len(step.twins)) if step.sampling.is_greedy else _draw(logits_V, step)
-            for greedy, logits_V, step in zip(greedy_R.tolist(), logits_RV.numpy(), steps, strict=True)
+            [greedy] * (1 + len(step.twins)) if step.sampling.is_greedy else _draw(logits_RV[row].numpy(), step)
+            for row, (greedy, step) in enumerate(zip(greedy_R, steps, strict=True))
         ]
+
+
+def _is_adjusted(step: SequenceStep) -> bool:
+    """Whether anything is applied to the row's logits before the choice: a view of them costs more than asking."""
+    params = step.sampling
+    return bool(
+        params.logit_bias
+        or params.repetition_penalty != 1.0
+        or params.frequency_penalty
+        or params.presence_penalty
+        or step.position < params.min_tokens
+    )
 
 
 def score(logits_RV: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[ScoredToken]:
@@ -171,8 +191,14 @@ def _with_logprobs(
 
 def _top(logprobs_RV: torch.Tensor, num_top: int) -> list[tuple[tuple[int, float], ...]]:
     """The likeliest tokens of each row, most likely first, the lowest id first among equals."""
-    values, ids = logprobs_RV.topk(min(num_top, logprobs_RV.shape[-1]), dim=-1)
-    return [
-        tuple(sorted(zip(row_ids, row_values, strict=True), key=lambda pair: (-pair[1], pair[0])))
-        for row_ids, row_values in zip(ids.tolist(), values.tolist(), strict=True)
-    ]
+    return [_top_of_row(row_V, min(num_top, len(row_V))) for row_V in logprobs_RV.numpy()]
+
+
+def _top_of_row(logprobs_V: _Float32, num_top: int) -> tuple[tuple[int, float], ...]:
+    if num_top == 0:
+        return ()
+    border = np.partition(logprobs_V, len(logprobs_V) - num_top)[len(logprobs_V) - num_top]
+    # All that equal the border, since which of them stay is a matter of their ids.
+    ids = np.flatnonzero(logprobs_V >= border)
+    likeliest = ids[np.argsort(-logprobs_V[ids], kind="stable")][:num_top]
+    return tuple(zip(likeliest.tolist(), logprobs_V[likeliest].tolist(), strict=True))

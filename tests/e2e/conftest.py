@@ -17,7 +17,8 @@ from benchmarks.serving import Client, cluster_config, serving_cluster
 from cluster.live.environment import read_environment
 from cluster.live.local_processes import ClusterHandle
 from cluster.wire.channels import make_sync_channel
-from engine.model.importer import import_smollm2
+from engine.model.importer import import_model
+from engine.model.packaged_models import SMOLLM2
 
 REFERENCE = Path(__file__).parents[1] / "reference" / "smollm2_float32_greedy.json"
 SETTLE_TIMEOUT_S = 15.0
@@ -29,7 +30,7 @@ DECODE: dict[str, Any] = {"name": "decode", "role": "decode", "kv_memory": "1GiB
 def demo_model() -> Path:
     """The demo model, converted once into the user's cache, as `baton model import` does it."""
     environment = read_environment(os.environ)
-    return import_smollm2(environment.models_dir)
+    return import_model(SMOLLM2.name, environment.models_dir)
 
 
 @pytest.fixture(scope="session")

@@ -261,6 +261,7 @@ def test_missing_model_ends_the_process_with_a_reason(model: Path, tmp_path: Pat
         ({"num_blocks": 4_000_000_000}, "does not fit"),
         ({"max_step_tokens": 8}, "max_step_tokens"),
         ({"block_size": 0}, "block_size"),
+        ({"device": "cuda"}, "device: cuda cannot serve this model: .*bfloat16"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(model: Path, changes: dict[str, Any], message: str) -> None:

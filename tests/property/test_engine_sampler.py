@@ -12,6 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from engine.attention.torch_reference import TorchReferenceBackend
 from engine.core.sampling import SamplingParams
 from engine.model.philox import uniform
 from engine.model.sampler import Sampler, score
@@ -122,7 +123,7 @@ def test_every_rule(
         prompt_ids=prompt,
         output_ids=output,
     )
-    tokens = Sampler(EOS).sample(torch.from_numpy(logits[None].copy()), [step])[0]
+    tokens = Sampler(EOS, TorchReferenceBackend().argmax).sample(torch.from_numpy(logits[None].copy()), [step])[0]
     shares = probabilities(logits.tolist(), params, prompt, output)
     raw = log_softmax(logits.tolist())
     assert len(tokens) == 1 + len(twins)

@@ -1,8 +1,8 @@
-"""Makes smollm2_float32_greedy.json: what `transformers` generates greedily, in float32, for the fixed prompts.
+"""Makes the reference of a model: what `transformers` generates greedily, in float32, for the fixed prompts.
 
 Run from the root of the repository, takes minutes:
 
-    python -m tests.reference.make_reference [--model DIR] [--output FILE]
+    python -m tests.reference.make_reference NAME [--model DIR] [--output FILE]
 
 The weights are those of the imported bfloat16 checkpoint, cast up to float32. Beside each output token stands the
 margin by which its logit exceeds the runner-up's, rounded to 4 places, so that a near-tie can be told from an error.
@@ -16,6 +16,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,48 +24,79 @@ import torch
 import transformers
 
 from engine.model.config import ModelConfig, model_fingerprint
-from engine.model.importer import import_smollm2
-from tests.reference.prompts import CHATS, CODE, EXACT_LENGTHS, OTHER_LANGUAGES, paragraph
+from engine.model.importer import import_model
+from engine.model.packaged_models import GEMMA3, PACKAGED_MODELS, SMOLLM2
+from tests.reference.prompts import CHATS, CODE, GEMMA3_LENGTHS, OTHER_LANGUAGES, SMOLLM2_LENGTHS, paragraph
+from tests.support.engine_model import MODEL_CACHE_DIR, reference_path
 
-MAX_NEW_TOKENS = 64
 MIN_MARGIN = 5e-4
-DEFAULT_CACHE_DIR = Path.home() / ".cache" / "baton" / "models"
-DEFAULT_OUTPUT = Path(__file__).with_name("smollm2_float32_greedy.json")
 TOKENS_PER_SENTENCE_AT_LEAST = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    """Attributes:
+    exact_lengths: length in tokens -> how many prompts of that length.
+    num_texts: how many prompts of each other kind, at most; one whose answer has a near-tie is left out.
+    """
+
+    exact_lengths: dict[int, int]
+    num_texts: int
+    max_new_tokens: int
+
+
+PROMPT_SETS = {
+    SMOLLM2: PromptSet(exact_lengths=SMOLLM2_LENGTHS, num_texts=12, max_new_tokens=64),
+    GEMMA3: PromptSet(exact_lengths=GEMMA3_LENGTHS, num_texts=5, max_new_tokens=40),
+}
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """With the token that the model's prompts begin with, if they do."""
+    ids: list[int] = tokenizer.encode(text)
+    return ids
 
 
 def exact_length_candidates(tokenizer: Any, length: int) -> Iterator[tuple[str, list[int]]]:
     """Endless prompts of exactly `length` tokens, each from its own seed."""
+    beginning = encode(tokenizer, "")
+    length_of_text = length - len(beginning)
     for seed in range(10_000):
         text = paragraph(seed * 1_000 + length, length // TOKENS_PER_SENTENCE_AT_LEAST + 1)
         ids = tokenizer.encode(text, add_special_tokens=False)
         # Short prompts would nearly all begin with "The": take them from the middle.
         offset = (seed % 7) if length < 64 else 0
-        if len(ids) >= offset + length:
-            yield f"length_{length}_seed_{seed}", ids[offset : offset + length]
+        if len(ids) >= offset + length_of_text:
+            yield f"length_{length}_seed_{seed}", beginning + ids[offset : offset + length_of_text]
 
 
-def groups(tokenizer: Any) -> Iterator[tuple[int, Iterator[tuple[str, list[int]]]]]:
+def chat_prompt(tokenizer: Any, chat: list[dict[str, str]]) -> list[int]:
+    """By the model's template. The pretrained Gemma has none: its family's turns, written out."""
+    if tokenizer.chat_template is not None:
+        ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        return ids
+    roles = {"assistant": "model", "system": "user"}
+    turns = [(roles.get(turn["role"], turn["role"]), turn["content"]) for turn in chat]
+    text = "".join(f"<start_of_turn>{role}\n{content}<end_of_turn>\n" for role, content in turns)
+    return encode(tokenizer, f"{text}<start_of_turn>model\n")
+
+
+def groups(tokenizer: Any, prompt_set: PromptSet) -> Iterator[tuple[int, Iterator[tuple[str, list[int]]]]]:
     """(how many prompts to keep, candidates) for each kind of prompt."""
-    for length, count in EXACT_LENGTHS.items():
+    for length, count in prompt_set.exact_lengths.items():
         yield count, exact_length_candidates(tokenizer, length)
-    chats = [
-        (f"chat_{i}", tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
-        for i, chat in enumerate(CHATS)
-    ]
-    yield len(chats), iter(chats)
+    yield prompt_set.num_texts, ((f"chat_{i}", chat_prompt(tokenizer, chat)) for i, chat in enumerate(CHATS))
     for name, texts in (("language", OTHER_LANGUAGES), ("code", CODE)):
-        encoded = [(f"{name}_{i}", tokenizer.encode(text, add_special_tokens=False)) for i, text in enumerate(texts)]
-        yield len(encoded), iter(encoded)
+        yield prompt_set.num_texts, ((f"{name}_{i}", encode(tokenizer, text)) for i, text in enumerate(texts))
 
 
 @torch.inference_mode()
-def generate(model: Any, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
+def generate(model: Any, prompt_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
     """The greedy continuation, ending after EOS if it comes, and the margin of each of its tokens."""
     output = model.generate(
         torch.tensor([prompt_ids]),
         attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
-        max_new_tokens=MAX_NEW_TOKENS,
+        max_new_tokens=max_new_tokens,
         do_sample=False,
         return_dict_in_generate=True,
         output_logits=True,
@@ -74,14 +106,14 @@ def generate(model: Any, prompt_ids: list[int]) -> tuple[list[int], list[float]]
     return output_ids, [float(pair[0] - pair[1]) for pair in top]
 
 
-def make_entries(model: Any, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    for count, candidates in groups(tokenizer):
+def make_entries(model: Any, tokenizer: Any, prompt_set: PromptSet) -> Iterator[dict[str, Any]]:
+    for count, candidates in groups(tokenizer, prompt_set):
         kept = 0
         for name, prompt_ids in candidates:
             if kept == count:
                 break
             start_s = time.monotonic()
-            output_ids, margins = generate(model, prompt_ids)
+            output_ids, margins = generate(model, prompt_ids, prompt_set.max_new_tokens)
             usable = min(margins) >= MIN_MARGIN
             verdict = "kept" if usable else "near tie, left out"
             print(
@@ -108,10 +140,14 @@ def write_reference(path: Path, header: dict[str, Any], entries: list[dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="model directory (default: the imported SmolLM2)")
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT)
+    parser.add_argument("name", choices=PACKAGED_MODELS)
+    parser.add_argument("--model", type=Path, help="model directory (default: the imported model)")
+    parser.add_argument("--output", type=Path, help="(default: the committed reference)")
     arguments = parser.parse_args()
-    model_dir = arguments.model or import_smollm2(DEFAULT_CACHE_DIR)
+    packaged = PACKAGED_MODELS[arguments.name]
+    prompt_set = PROMPT_SETS[packaged]
+    output = arguments.output or reference_path(packaged)
+    model_dir = arguments.model or import_model(packaged.name, MODEL_CACHE_DIR)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     header = {
@@ -120,13 +156,13 @@ def main() -> None:
         "dtype": "float32",
         "transformers_version": transformers.__version__,
         "torch_version": torch.__version__,
-        "max_new_tokens": MAX_NEW_TOKENS,
+        "max_new_tokens": prompt_set.max_new_tokens,
         "min_margin": MIN_MARGIN,
         "eos_token_ids": list(ModelConfig.from_directory(model_dir).eos_token_ids),
     }
-    entries = list(make_entries(model, tokenizer))
-    write_reference(arguments.output, header, entries)
-    print(f"{len(entries)} prompts written to {arguments.output}")
+    entries = list(make_entries(model, tokenizer, prompt_set))
+    write_reference(output, header, entries)
+    print(f"{len(entries)} prompts written to {output}")
 
 
 if __name__ == "__main__":

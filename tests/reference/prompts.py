@@ -9,7 +9,24 @@ from __future__ import annotations
 import random
 
 # Length in tokens -> how many prompts of that length.
-EXACT_LENGTHS = {1: 4, 2: 4, 15: 3, 16: 3, 17: 3, 31: 3, 32: 3, 33: 3, 64: 3, 255: 2, 256: 2, 257: 2, 512: 2, 2048: 2}
+SMOLLM2_LENGTHS = {1: 4, 2: 4, 15: 3, 16: 3, 17: 3, 31: 3, 32: 3, 33: 3, 64: 3, 255: 2, 256: 2, 257: 2, 512: 2, 2048: 2}
+# Gemma's local layers see 512 tokens: lengths around that, some that pass it while they are answered, and beyond it.
+GEMMA3_LENGTHS = {
+    1: 1,
+    2: 2,
+    15: 1,
+    16: 1,
+    17: 1,
+    33: 2,
+    64: 1,
+    255: 1,
+    490: 2,
+    511: 1,
+    512: 1,
+    513: 1,
+    700: 2,
+    1100: 1,
+}
 
 SENTENCES = [
     "The lighthouse keeper counted the ships twice before he wrote the number down.",

@@ -14,12 +14,12 @@ import torch
 from engine.core.sampling import SamplingParams
 from engine.core.step import SequenceKey, SequenceStep, StepPlan
 from engine.model.config import ModelConfig
-from engine.model.importer import ModelImportError, import_smollm2
-from engine.model.weights import tensor_names
+from engine.model.importer import import_model
+from engine.model.packaged_models import GEMMA3, SMOLLM2, ModelImportError, PackagedModel
 from engine.runner import Runner
 
 MODEL_CACHE_DIR = Path.home() / ".cache" / "baton" / "models"
-REFERENCE_PATH = Path(__file__).parents[1] / "reference" / "smollm2_float32_greedy.json"
+REFERENCE_FILES = {SMOLLM2: "smollm2_float32_greedy.json", GEMMA3: "gemma3_float32_greedy.json"}
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 TINY_CONFIG: dict[str, Any] = {
@@ -44,45 +44,55 @@ TINY_CONFIG: dict[str, Any] = {
 
 
 @functools.cache
-def real_model_dir() -> tuple[Path | None, str]:
-    """The imported demo model, or None and why it cannot be imported here."""
+def real_model_dir(model: PackagedModel = SMOLLM2) -> tuple[Path | None, str]:
+    """The imported model, or None and why it cannot be imported here."""
     try:
-        return import_smollm2(MODEL_CACHE_DIR), ""
+        return import_model(model.name, MODEL_CACHE_DIR), ""
     except ModelImportError as error:
         return None, str(error)
 
 
+def reference_path(model: PackagedModel) -> Path:
+    return Path(__file__).parents[1] / "reference" / REFERENCE_FILES[model]
+
+
 @functools.cache
-def reference() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(REFERENCE_PATH.read_text(encoding="utf-8"))
+def reference(model: PackagedModel = SMOLLM2) -> dict[str, Any]:
+    """What transformers generates greedily in float32, made by `tests.reference.make_reference`."""
+    content: dict[str, Any] = json.loads(reference_path(model).read_text(encoding="utf-8"))
     return content
 
 
-def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of a checkpoint of the Llama family without biases."""
     hidden, mlp = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    by_suffix: dict[str, tuple[int, ...]] = {
-        "norm.weight": (hidden,),
-        "layernorm.weight": (hidden,),
-        "embed_tokens.weight": (config.vocab_size, hidden),
-        "lm_head.weight": (config.vocab_size, hidden),
-        "q_proj.weight": (query, hidden),
-        "k_proj.weight": (kv, hidden),
-        "v_proj.weight": (kv, hidden),
-        "o_proj.weight": (hidden, query),
-        "gate_proj.weight": (mlp, hidden),
-        "up_proj.weight": (mlp, hidden),
-        "down_proj.weight": (hidden, mlp),
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (query, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, query),
+        "mlp.gate_proj": (mlp, hidden),
+        "mlp.up_proj": (mlp, hidden),
+        "mlp.down_proj": (hidden, mlp),
     }
-    return next(shape for suffix, shape in by_suffix.items() if name.endswith(suffix))
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for index in range(config.num_layers):
+        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
 
 
 def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
     """Weights large enough that a tiny model's greedy tokens vary."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name in tensor_names(config):
-        values = torch.randn(tensor_shape(name, config), generator=generator) * 0.3
+    for name, shape in tensor_shapes(config).items():
+        values = torch.randn(shape, generator=generator) * 0.3
         tensors[name] = values + 1.0 if "norm" in name else values
     return tensors
 

@@ -37,6 +37,7 @@ STATUS = admin_pb2.GetStatusResponse(
                     incarnation=1796048583311,
                     pid=4711,
                     host="h",
+                    engine="transformers (GPT2LMHeadModel)",
                     num_running=1,
                     num_waiting=4,
                     blocks=COUNTS,
@@ -113,6 +114,7 @@ def test_status_as_json(tmp_path: Path) -> None:
         "incarnation": 1796048583311,
         "pid": 4711,
         "host": "h",
+        "engine": "transformers (GPT2LMHeadModel)",
         "running": 1,
         "waiting": 4,
         "blocks": {"total": 100, "free": 60, "active": 20, "cached": 10, "reserved": 8, "quarantined": 2},
@@ -126,6 +128,7 @@ def test_status_as_json(tmp_path: Path) -> None:
         "incarnation": 0,
         "pid": 0,
         "host": "",
+        "engine": "",
         "running": 0,
         "waiting": 0,
         "blocks": dict.fromkeys(worker["blocks"], 0),
@@ -141,7 +144,8 @@ def test_status_as_json(tmp_path: Path) -> None:
 def test_status_for_people(tmp_path: Path) -> None:
     with serving(front()) as address:
         lines = baton("status", "-a", address, home=tmp_path).stdout.splitlines()
-    assert lines[0] == "cluster c, model tiny, up for 61 s, 2 running, 1 queued"
+    engine = "engine transformers (GPT2LMHeadModel)"
+    assert lines[0] == f"cluster c, model tiny, {engine}, up for 61 s, 2 running, 1 queued"
     assert lines[2] == "pool p, role prefill: 1 of 2 workers ready"
     cells = dict(zip(lines[3].split(), lines[4].split(), strict=True))
     assert cells == {

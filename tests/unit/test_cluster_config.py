@@ -69,6 +69,7 @@ def test_every_option_is_read() -> None:
                     "name": "only",
                     "role": "decode",
                     "replicas": 2,
+                    "device": "cuda",
                     "threads": 3,
                     "cores": [[0, 1], [2]],
                     "kv_blocks": 128,
@@ -92,13 +93,23 @@ def test_every_option_is_read() -> None:
     )
     pool = config.pools[0]
     assert (pool.replicas, pool.threads, pool.cores, pool.kv_blocks, pool.kv_bytes) == (2, 3, ((0, 1), (2,)), 128, None)
-    assert (pool.max_step_tokens, pool.prefill_chunk_tokens, pool.max_running) == (100, 50, 7)
+    assert (pool.device, pool.max_step_tokens, pool.prefill_chunk_tokens, pool.max_running) == ("cuda", 100, 50, 7)
     assert config.model.path == "/models/m" and config.model.max_model_tokens == 2048
     assert config.model.dtype == "bfloat16" and config.model.revision == "r1"
     assert config.kv.block_size == 32 and (config.transport.kind, config.transport.checksum) == ("shm", "off")
     assert (config.front.host, config.front.port, config.front.replicas) == ("0.0.0.0", 0, 2)
     assert (config.metrics.host, config.metrics.port) == ("0.0.0.0", 9400)
     assert config.coordinator.queue_timeout_s == 1.0 and config.coordinator.max_attempts == 4
+
+
+def test_a_gpu_is_for_requests_that_one_worker_runs_and_for_bfloat16() -> None:
+    assert [pool.device for pool in _parse(MINIMAL).pools] == ["cpu", "cpu"]
+    model = {"preset": "smollm2-135m-instruct", "dtype": "bfloat16"}
+    error = _refusal(model=model, pools=_pools(device="cuda"))
+    assert error.path == "pools[1].device" and "prefill" in error.found and "not pushed" in error.hint
+    error = _refusal(pools=_pools(device="cuda")[1:])
+    assert error.path == "pools[0].device" and "float32" in error.found and "bfloat16" in error.expected
+    assert _parse({**MINIMAL, "model": model, "pools": _pools(device="cuda")[1:]}).pools[0].device == "cuda"
 
 
 def test_short_steps_leave_room_for_prompts_beside_the_answers() -> None:

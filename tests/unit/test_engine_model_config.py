@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from engine.model.config import ModelConfig, RopeConfig, kv_block_size_bytes, model_fingerprint, resolve_dtype
+from engine.model.config import (
+    ModelConfig,
+    UnsupportedModelError,
+    kv_block_size_bytes,
+    model_fingerprint,
+    resolve_dtype,
+)
+from engine.model.rope_config import RopeConfig
 from tests.support.engine_model import TINY_CONFIG, random_tensors, write_safetensors, write_tiny_model
 
 
@@ -16,7 +23,9 @@ def test_reads_a_plain_llama() -> None:
     config = ModelConfig.from_dict(TINY_CONFIG)
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 6, 2, 16)
     assert config.eos_token_ids == (2,)
-    assert config.rope == RopeConfig(theta=10_000.0)
+    assert {layer.rope for layer in config.layers} == {RopeConfig(theta=10_000.0)}
+    assert not any(layer.window or layer.is_routed for layer in config.layers)
+    assert (config.attention_scale, config.embedding_scale, config.norm_offset) == (0.25, 1.0, 0.0)
     assert config.dtype == "float32"
 
 
@@ -39,7 +48,6 @@ def test_generation_config_decides_the_eos_ids() -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
         ({"architectures": None}, "architectures"),
         ({"hidden_size": None}, "hidden_size"),
         ({"hidden_size": "48"}, "hidden_size"),
@@ -48,24 +56,50 @@ def test_generation_config_decides_the_eos_ids() -> None:
         ({"num_key_value_heads": 4}, "num_key_value_heads"),
         ({"head_dim": 15}, "head_dim"),
         ({"head_dim": None, "hidden_size": 50}, "hidden_size"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"sliding_window": 128}, "sliding_window"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"attention_bias": "yes"}, "attention_bias"),
         ({"rms_norm_eps": 0}, "rms_norm_eps"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"rope_theta": -1}, "rope_theta"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"dtype": "int8"}, "dtype"),
         ({"eos_token_id": 96}, "eos_token_id"),
         ({"eos_token_id": [2, -1]}, "eos_token_id"),
+        ({"text_config": 3}, "text_config"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 3}, "use_sliding_window"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": "2"},
+            "max_window_layers",
+        ),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window"),
+        ({"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": 2}, "mlp_only_layers"),
     ],
 )
-def test_refuses_by_the_fields_name(change: dict[str, Any], field: str) -> None:
-    with pytest.raises(ValueError, match=field):
+def test_names_the_field_that_is_malformed(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValueError, match=field) as caught:
+        ModelConfig.from_dict({**TINY_CONFIG, **change})
+    assert not isinstance(caught.value, UnsupportedModelError)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"sliding_window": 128}, "sliding_window"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["chunked_attention"] * 3}, "layer_types"),
+        ({"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ],
+)
+def test_names_the_field_that_asks_for_too_much(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=field):
         ModelConfig.from_dict({**TINY_CONFIG, **change})
 
 
@@ -77,10 +111,73 @@ def test_both_spellings_of_rope_parameters() -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 128,
     }
-    older = ModelConfig.from_dict({**TINY_CONFIG, "rope_theta": 5e5, "rope_scaling": llama3}).rope
+    older = ModelConfig.from_dict({**TINY_CONFIG, "rope_theta": 5e5, "rope_scaling": llama3})
     newer = ModelConfig.from_dict({**TINY_CONFIG, "rope_theta": None, "rope_parameters": {**llama3, "rope_theta": 5e5}})
-    assert older == newer.rope
-    assert (older.kind, older.theta, older.original_max_position) == ("llama3", 5e5, 128)
+    assert older == newer
+    rope = older.layers[2].rope
+    assert (rope.kind, rope.theta, rope.original_max_position) == ("llama3", 5e5, 128)
+
+
+def test_where_the_trained_context_is_told() -> None:
+    def original(**change: Any) -> int:
+        scaling = {"type": "yarn", "factor": 4.0, **change.pop("scaling", {})}
+        config = ModelConfig.from_dict({**TINY_CONFIG, "rope_scaling": scaling, **change})
+        return config.layers[0].rope.original_max_position
+
+    assert original(scaling={"original_max_position_embeddings": 32}) == 32
+    assert original() == 256, "max_position_embeddings"
+    both = {"scaling": {"original_max_position_embeddings": 32}, "original_max_position_embeddings": 64}
+    assert original(**both) == 64
+
+
+def test_layers_of_gemma3_in_both_spellings() -> None:
+    """Five local layers, then a global one; two rotary embeddings, of which the global one is stretched."""
+    gemma = {**TINY_CONFIG, "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7, "sliding_window": 16}
+    gemma = {key: gemma[key] for key in gemma if key not in ("rope_theta", "hidden_act", "tie_word_embeddings")}
+    stretched = {"factor": 8.0, "rope_type": "linear"}
+    older = {**gemma, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6}
+    newer = {
+        **gemma,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {**stretched, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }
+    config = ModelConfig.from_dict(newer)
+    assert ModelConfig.from_dict({**older, "rope_scaling": stretched}) == config
+    assert ModelConfig.from_dict({**gemma, "rope_scaling": stretched}) == config, "those are the defaults"
+    assert [layer.window for layer in config.layers] == [16, 16, 16, 16, 16, 0, 16]
+    assert [layer.rope.theta for layer in config.layers][4:6] == [1e4, 1e6]
+    assert (config.activation, config.attention_scale, config.tie_word_embeddings) == ("gelu_tanh", 1 / 16, True)
+
+
+def test_the_text_part_of_a_model_with_images() -> None:
+    text = {key: value for key, value in TINY_CONFIG.items() if key not in ("architectures", "dtype", "hidden_act")}
+    raw = {"architectures": ["Gemma3ForConditionalGeneration"], "dtype": "bfloat16", "text_config": text}
+    config = ModelConfig.from_dict({**raw, "vision_config": {"hidden_size": 1152}})
+    assert (config.hidden_size, config.num_layers, config.dtype) == (48, 3, "bfloat16")
+
+
+def test_windows_of_qwen_begin_at_a_layer() -> None:
+    qwen = {**TINY_CONFIG, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "max_window_layers": 2}
+    assert [layer.window for layer in ModelConfig.from_dict(qwen).layers] == [0, 0, 0]
+    windowed = {**qwen, "use_sliding_window": True}
+    assert [layer.window for layer in ModelConfig.from_dict(windowed).layers] == [0, 0, 32]
+    everywhere = {**windowed, "max_window_layers": 0}
+    assert [layer.window for layer in ModelConfig.from_dict(everywhere).layers] == [32, 32, 32]
+    given = {**windowed, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    assert [layer.window for layer in ModelConfig.from_dict(given).layers] == [32, 0, 0]
+
+
+def test_both_names_of_the_number_of_experts() -> None:
+    qwen = {**TINY_CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 24}
+    older = ModelConfig.from_dict({**qwen, "num_experts": 16})
+    assert older == ModelConfig.from_dict({**qwen, "num_local_experts": 16})
+    assert older.experts is not None
+    assert (older.experts.num_experts, older.experts.num_per_token, older.experts.normalises) == (16, 8, False)
+    sparse = ModelConfig.from_dict({**qwen, "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert [layer.is_routed for layer in sparse.layers] == [False, True, False, False, False, True]
 
 
 def test_from_directory_errors(tmp_path: Path) -> None:

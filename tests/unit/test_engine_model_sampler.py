@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.attention.torch_reference import TorchReferenceBackend
 from engine.core.sampling import SamplingParams
 from engine.core.step import SampledToken, SequenceStep
 from engine.model.philox import philox4x32, uniform
@@ -16,7 +17,7 @@ from engine.model.sampler import NonFiniteLogitsError, Sampler
 from tests.support.engine_model import make_step
 
 EOS = 2
-SAMPLER = Sampler([EOS])
+SAMPLER = Sampler([EOS], TorchReferenceBackend().argmax)
 
 
 def step(

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.attention.torch_reference import TorchReferenceBackend
 from engine.model.config import ModelConfig
-from engine.model.head import OutputHead
 from engine.model.safetensors_file import Checkpoint, ModelWeightsError
-from engine.model.weights import load_weights
+from engine.model.weights import MlpWeights, load_weights
 from tests.support.engine_model import TINY_CONFIG, random_tensors, write_safetensors, write_tiny_model
 
 CONFIG = ModelConfig.from_dict(TINY_CONFIG)
@@ -32,32 +30,76 @@ def test_fuses_projections(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     tensors = random_tensors(CONFIG)
     weights = load_weights(tmp_path, CONFIG, "float32")
-    x = torch.randn(5, CONFIG.hidden_size, generator=torch.Generator().manual_seed(1))
-    attention = "model.layers.1.self_attn"
-    expected = torch.cat([x @ tensors[f"{attention}.{name}_proj.weight"].T for name in ("q", "k", "v")], dim=1)
-    torch.testing.assert_close(weights.layers[1].qkv(x), expected, atol=1e-4, rtol=1e-4)
-    expected = torch.cat([x @ tensors[f"model.layers.2.mlp.{name}_proj.weight"].T for name in ("gate", "up")], dim=1)
-    torch.testing.assert_close(weights.layers[2].gate_up(x), expected, atol=1e-4, rtol=1e-4)
-    expected = x @ tensors["model.embed_tokens.weight"].T
-    torch.testing.assert_close(weights.head(x, TorchReferenceBackend()), expected, atol=1e-4, rtol=1e-4)
+    attention, mlp = "model.layers.1.self_attn", weights.layers[2].mlp
+    expected = torch.cat([tensors[f"{attention}.{name}_proj.weight"] for name in ("q", "k", "v")])
+    assert torch.equal(weights.layers[1].qkv_XE, expected)
+    assert isinstance(mlp, MlpWeights)
+    expected = torch.cat([tensors[f"model.layers.2.mlp.{name}_proj.weight"] for name in ("gate", "up")])
+    assert torch.equal(mlp.gate_up_XE, expected)
+    assert torch.equal(mlp.down_EF, tensors["model.layers.2.mlp.down_proj.weight"])
+    assert weights.head_VE is weights.embedding_VE
 
 
 def test_untied_head_is_read(tmp_path: Path) -> None:
     config = write_tiny_model(tmp_path, tie_word_embeddings=False)
-    x = torch.randn(2, config.hidden_size, generator=torch.Generator().manual_seed(1))
-    expected = x @ random_tensors(config)["lm_head.weight"].T
-    head = load_weights(tmp_path, config, "float32").head
-    torch.testing.assert_close(head(x, TorchReferenceBackend()), expected, atol=1e-4, rtol=1e-4)
+    weights = load_weights(tmp_path, config, "float32")
+    assert torch.equal(weights.head_VE, random_tensors(config)["lm_head.weight"])
+    assert torch.equal(weights.embedding_VE, random_tensors(config)["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_head_gives_float32_for_any_number_of_rows(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(2)
-    weight = torch.randn(5000, 24, generator=generator).to(dtype)
-    head = OutputHead(weight)
-    for num_rows in (1, 2, 9, 33):
-        x = torch.randn(num_rows, 24, generator=generator).to(dtype)
-        torch.testing.assert_close(head(x, TorchReferenceBackend()), x.float() @ weight.float().T, atol=1e-4, rtol=1e-4)
+def test_a_tied_head_that_is_stored_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One copy if it is the same; its own if it differs, which is said; the embedding too where that is missing."""
+    write_tiny_model(tmp_path)
+    tensors = random_tensors(CONFIG)
+    embedding = tensors["model.embed_tokens.weight"]
+    write_safetensors(tmp_path / "model.safetensors", {**tensors, "lm_head.weight": embedding.clone()})
+    weights = load_weights(tmp_path, CONFIG, "float32")
+    assert weights.head_VE is weights.embedding_VE and not caplog.records
+    write_safetensors(tmp_path / "model.safetensors", {**tensors, "lm_head.weight": embedding + 1.0})
+    weights = load_weights(tmp_path, CONFIG, "float32")
+    assert torch.equal(weights.head_VE, embedding + 1.0) and torch.equal(weights.embedding_VE, embedding)
+    assert "lm_head.weight is stored and differs" in caplog.text
+    del tensors["model.embed_tokens.weight"]
+    write_safetensors(tmp_path / "model.safetensors", {**tensors, "lm_head.weight": embedding})
+    weights = load_weights(tmp_path, CONFIG, "float32")
+    assert torch.equal(weights.embedding_VE, embedding) and weights.head_VE is weights.embedding_VE
+
+
+def test_names_what_it_does_not_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_tiny_model(tmp_path)
+    extra = {f"model.layers.0.adapter.{index}": torch.zeros(1) for index in range(7)}
+    known = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8), "vision_tower.weight": torch.zeros(3)}
+    write_safetensors(tmp_path / "model.safetensors", {**random_tensors(CONFIG), **known})
+    load_weights(tmp_path, CONFIG, "float32")
+    assert not caplog.records
+    write_safetensors(tmp_path / "model.safetensors", {**random_tensors(CONFIG), **known, **extra})
+    seen: list[tuple[int, int]] = []
+    load_weights(tmp_path, CONFIG, "float32", lambda loaded, total: seen.append((loaded, total)))
+    (record,) = caplog.records
+    assert "7 tensors of" in record.getMessage() and "adapter.4, ..." in record.getMessage()
+    assert seen[-1][0] == seen[-1][1]
+
+
+def test_matrices_lie_in_memory_that_asks_for_huge_pages(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    weights = load_weights(tmp_path, CONFIG, "bfloat16")
+    layer = weights.layers[0]
+    for matrix in (weights.embedding_VE, layer.qkv_XE, layer.attention_output_EX):
+        assert matrix.is_contiguous() and matrix.data_ptr() % 64 == 0
+        assert "hg" in vm_flags(matrix.data_ptr())
+
+
+def vm_flags(address: int) -> list[str]:
+    """What the kernel says of the mapping that holds `address`."""
+    holds = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            begin, end = (int(part, 16) for part in head.split("-"))
+            holds = begin <= address < end
+        elif holds and head == "VmFlags:":
+            return line.split()[1:]
+    raise AssertionError("no mapping holds the address")
 
 
 def test_shards_equal_the_single_file(tmp_path: Path) -> None:
@@ -67,9 +109,8 @@ def test_shards_equal_the_single_file(tmp_path: Path) -> None:
     write_shards(tmp_path, random_tensors(CONFIG))
     sharded = load_weights(tmp_path, CONFIG, "float32")
     assert torch.equal(single.embedding_VE, sharded.embedding_VE)
-    x = torch.ones(1, CONFIG.hidden_size)
-    assert torch.equal(single.layers[2].down(torch.ones(1, 80)), sharded.layers[2].down(torch.ones(1, 80)))
-    assert torch.equal(single.layers[0].qkv(x), sharded.layers[0].qkv(x))
+    for one, other in zip(single.layers, sharded.layers, strict=True):
+        assert torch.equal(one.qkv_XE, other.qkv_XE) and torch.equal(one.mlp_norm_E, other.mlp_norm_E)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
@@ -79,14 +120,16 @@ def test_converts_to_the_wanted_dtype(tmp_path: Path, stored: torch.dtype) -> No
     write_safetensors(tmp_path / "model.safetensors", tensors)
     for dtype, torch_dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         weights = load_weights(tmp_path, CONFIG, dtype)  # type: ignore[arg-type]
-        assert torch.equal(weights.final_norm_E, tensors["model.norm.weight"].to(torch_dtype))
+        assert torch.equal(weights.embedding_VE, tensors["model.embed_tokens.weight"].to(torch_dtype))
+        assert torch.equal(weights.final_norm_E, tensors["model.norm.weight"].float()), "norms keep what they have"
 
 
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     seen: list[tuple[int, int]] = []
     load_weights(tmp_path, CONFIG, "bfloat16", lambda loaded, total: seen.append((loaded, total)))
-    assert [loaded for loaded, _ in seen] == sorted({loaded for loaded, _ in seen})
+    assert [loaded for loaded, _ in seen] == sorted(loaded for loaded, _ in seen)
+    assert len({loaded for loaded, _ in seen}) > 10
     assert seen[-1] == (CONFIG.weights_size_bytes("float32"), CONFIG.weights_size_bytes("float32"))
 
 
@@ -102,7 +145,7 @@ def test_names_the_missing_tensor(tmp_path: Path) -> None:
     tensors = random_tensors(CONFIG)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     write_safetensors(tmp_path / "model.safetensors", tensors)
-    with pytest.raises(ModelWeightsError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+    with pytest.raises(ModelWeightsError, match=r"layers\.1\.mlp\.up_proj\.weight, of shape \(80, 48\), is missing"):
         load_weights(tmp_path, CONFIG, "float32")
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 

@@ -33,18 +33,43 @@ def plan(*sequences: SequenceStep) -> StepPlan:
     return StepPlan(step_id=7, sequences=list(sequences))
 
 
+def make_builder() -> StepTensorBuilder:
+    return StepTensorBuilder(vocab_size=70, block_size=4, num_blocks=20, max_positions=100)
+
+
 def test_builds_a_mixed_step() -> None:
-    builder = StepTensorBuilder(block_size=4, num_blocks=20, max_positions=100)
-    tensors = builder.build(plan(make_step([50], 5, [9, 3, 8]), make_step([60, 61, 62], 2, [4, 7])))
-    batch = tensors.batch
-    assert tensors.ids_T.tolist() == [50, 60, 61, 62]
-    assert tensors.last_rows_S.tolist() == [0, 3]
-    assert batch.positions_T.tolist() == [5, 2, 3, 4]
-    assert batch.slots_T.tolist() == [3 * 4 + 1, 4 * 4 + 2, 4 * 4 + 3, 7 * 4 + 0]
-    assert batch.query_starts_S1.tolist() == [0, 1, 4]
-    assert batch.context_starts_S.tolist() == [5, 2]
-    assert batch.block_tables.tolist() == [9, 3, 4, 7], "blocks beyond the step's tokens are left out"
-    assert batch.table_starts_S.tolist() == [0, 2]
+    steps = plan(
+        make_step([50], 5, [9, 3, 8]), make_step([60, 61, 62], 2, [4, 7]), make_step([63] * 5, 14, range(10, 17), sample=False)
+    )
+    batch = make_builder().build(steps)
+    assert (batch.num_tokens, batch.num_sequences, batch.num_selected) == (9, 3, 2)
+    assert batch.ids_T.tolist() == [50, 60, 61, 62, 63, 63, 63, 63, 63]
+    assert batch.positions_T.tolist() == [5, 2, 3, 4, 14, 15, 16, 17, 18]
+    assert batch.slots_T.tolist() == [3 * 4 + 1, 4 * 4 + 2, 4 * 4 + 3, 7 * 4 + 0, 54, 55, 56, 57, 58]
+    assert batch.query_starts_S1.tolist() == [0, 1, 4, 9]
+    assert batch.context_starts_S.tolist() == [5, 2, 14]
+    tables = [9, 3, 4, 7, 10, 11, 12, 13, 14]
+    assert batch.block_tables[:9].tolist() == tables, "blocks beyond the step's tokens are left out"
+    assert batch.table_starts_S.tolist() == [0, 2, 4]
+    assert batch.rows_R.tolist() == [0, 3]
+    assert make_builder().build(steps, every_sequence=True).rows_R.tolist() == [0, 3, 8]
+    for tensor in (batch.ids_T, batch.positions_T, batch.slots_T, batch.rows_R):
+        assert tensor.dtype == torch.int64 and tensor.is_contiguous()
+    for tensor in (batch.query_starts_S1, batch.context_starts_S, batch.table_starts_S, batch.block_tables):
+        assert tensor.dtype == torch.int32 and tensor.is_contiguous()
+
+
+def test_views_follow_the_steps() -> None:
+    """Steps of equal and of changing sizes, through growing arrays: each batch holds its own step."""
+    builder = make_builder()
+    for count in (1, 1, 3, 3, 60, 2, 1):
+        steps = plan(*(make_step([7] * count, index, range(index, 20)) for index in range(3)))
+        batch = builder.build(steps)
+        positions = [index + token for index in range(3) for token in range(count)]
+        assert batch.positions_T.tolist() == positions
+        assert batch.rows_R.tolist() == [count - 1, 2 * count - 1, 3 * count - 1]
+        for index in range(3):
+            assert int(batch.block_tables[int(batch.table_starts_S[index])]) == index
 
 
 @pytest.mark.parametrize(
@@ -55,11 +80,13 @@ def test_builds_a_mixed_step() -> None:
         make_step([1], 0, [-1]),
         make_step([1], 100, list(range(20)) * 2),  # beyond the context
         make_step([], 0, [0]),
+        make_step([70], 0, [0]),  # no such token
+        make_step([-1], 0, [0]),
     ],
 )
 def test_refuses_a_plan_that_would_write_elsewhere(step: SequenceStep) -> None:
     with pytest.raises(AssertionError):
-        StepTensorBuilder(block_size=4, num_blocks=20, max_positions=100).build(plan(step))
+        make_builder().build(plan(step))
 
 
 def test_results_come_in_the_plans_order(runner: Runner) -> None:
@@ -179,7 +206,7 @@ def test_reports_loading_and_refuses_bad_arguments(model_dir: Path) -> None:
 
 
 def test_warm_up_touches_block_0_only(runner: Runner) -> None:
-    runner.warm_up(20)
+    runner.warm_up(20, 3)
     assert runner.cache.pool_BLKCSD[1:].abs().sum() == 0
 
 

@@ -33,6 +33,7 @@ def worker_view(name: str, pool: str, role: Role) -> WorkerView:
         host="h",
         pid=4711,
         model="tiny",
+        engine="native",
         token_address="h:1",
         transports=("shm",),
         metrics_address="h:2",
@@ -72,6 +73,7 @@ def test_a_worker_that_is_not_registered_is_down() -> None:
     assert (ready.name, ready.state, ready.incarnation, ready.pid) == ("p-1", "ready", 17, 4711)
     assert ready.prefix_cache == admin_pb2.PrefixCacheStatus(num_blocks=6, query_tokens=40, hit_tokens=32)
     assert ready.metrics_address == "h:2"
+    assert ready.engine == "native"
 
 
 def test_workers_are_told_in_the_order_of_their_numbers() -> None:

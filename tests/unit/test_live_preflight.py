@@ -49,6 +49,15 @@ pools:
 front:
   port: 0
 """
+GPU_FILE = """\
+version: 1
+model:
+  path: model
+  dtype: bfloat16
+pools:
+  - {name: g, role: decode, device: cuda, kv_memory: 64GiB, replicas: 2}
+  - {name: d, role: decode, kv_blocks: 128}
+"""
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # layers, K and V, heads, tokens, head_dim, float32
 
 
@@ -214,3 +223,10 @@ def test_the_plan_names_everything_and_takes_free_ports(folder: Path) -> None:
 def test_several_fronts_take_ports_in_a_row(folder: Path) -> None:
     file = read(folder, with_front("port: 8700, replicas: 2"))
     assert [front.port for front in make_plan(file, facts_of(folder)).fronts] == [8700, 8701]
+
+
+def test_a_gpus_pool_takes_no_memory_of_the_machine_and_a_gpu_for_each_worker(folder: Path) -> None:
+    facts = facts_of(folder, GPU_FILE)
+    (_, on_gpu_bytes), (_, on_host_bytes) = memory_need(read(folder, GPU_FILE).config, facts).pools
+    assert on_host_bytes - on_gpu_bytes == 128 * facts.block_bytes
+    assert [worker.num_gpus for worker in make_plan(read(folder, GPU_FILE), facts).workers] == [1, 1, 0]

@@ -2,47 +2,19 @@
 //
 // A work item is a tile of query rows that share one key/value head: up to MAX_ROWS rows of (token, head in group).
 // It walks the keys KEY_TILE at a time. Keys and values are read where they lie in the pool and laid out for the vector
-// unit in a scratch area of the thread (keys transposed); what is scratch is one tile, never a sequence. Both products,
-// S = Q K^T and O += P V, then are the same small matrix product with ROWS x COLUMNS accumulators in registers.
+// unit in a scratch area of the thread (keys transposed); what is scratch is one tile, never a sequence. A few rows at a
+// time, so that all they need stays in the first cache, then go through both products, S = Q K^T and O += P V: the same
+// small matrix product with ROWS x COLUMNS accumulators in registers.
 //
-// Included inside `namespace baton::BATON_ISA_NAMESPACE { namespace {`, after simd.h.
+// A row's bits do not depend on the rows beside it. Key tiles stand at multiples of KEY_TILE whatever the rows are, so
+// that each row sums its keys in the same groups, and keys that a row does not see add exactly nothing to its sums.
+//
+// Included inside `namespace baton::BATON_ISA_NAMESPACE { namespace {`, after pack_impl.h.
 
-constexpr int KEY_TILE = 64;
 constexpr int MAX_ROWS = 192;
-constexpr int ROWS = BATON_ROWS;        // rows of the register tile
-constexpr int COLUMNS = BATON_COLUMNS;  // vectors of the register tile
-constexpr int CACHE_LINE_BYTES = 64;
-constexpr float MINUS_INFINITY = -__builtin_inff();
+constexpr int PASS_ROWS = 4 * ROWS;     // rows that go through both products together
+constexpr float LEAST_SCORE = -3e38f;  // of a key that is not seen; not infinite, so that differences are numbers
 constexpr float LOG2_E = 1.44269504088896340736f;
-
-// A "word" is what one lane multiplies at a time: one float32, or where the machine has a dot product of bfloat16
-// pairs, two bfloat16 neighbours along the summed axis.
-struct FloatWords {
-  typedef float word;
-  static constexpr int PER_WORD = 1;
-  BATON_INLINE vf multiply_add(vf sum, float a, vf b) { return sum + a * b; }
-};
-
-#ifdef BATON_BF16_PAIRS
-struct PairWords {
-  typedef uint32_t word;
-  static constexpr int PER_WORD = 2;
-  BATON_INLINE vf multiply_add(vf sum, uint32_t a, vf b) {
-    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), bit_cast<__m512bh>(b));
-  }
-};
-#endif
-
-template <class T>
-struct WordsOf {
-  typedef FloatWords type;
-};
-#ifdef BATON_BF16_PAIRS
-template <>
-struct WordsOf<bf16> {
-  typedef PairWords type;
-};
-#endif
 
 struct Shape {
   int head_dim;
@@ -65,12 +37,13 @@ struct Scratch {
   float* queries;   // [rows, head_dim words]
   float* keys;      // [head_dim words, KEY_TILE]
   float* values;    // [KEY_TILE words, padded_dim]
-  float* scores;    // [rows, KEY_TILE]
-  float* weights;   // [rows, KEY_TILE words]; is `scores` itself for float words
+  float* scores;    // [PASS_ROWS, KEY_TILE]
+  float* weights;   // [PASS_ROWS, KEY_TILE words]; is `scores` itself for float words
   float* output;    // [rows, padded_dim]
   float* row_max;   // [rows]
-  float* row_sum;   // [rows]
-  float* zeros;     // [padded_dim], stands in for keys beyond the context
+  float* row_sum;   // [rows, W]: each lane has summed its own keys
+  int32_t* positions;  // [rows]
+  float* staging;   // [2 * KEY_TILE, head_dim], keys and values that do not lie together
 };
 
 constexpr int ALIGN_WORDS = 16;
@@ -88,79 +61,22 @@ static size_t lay_out(const Shape& shape, float* base, Scratch* scratch) {
   take(&scratch->queries, rows * shape.padded_dim);
   take(&scratch->keys, (size_t)shape.padded_dim * KEY_TILE);
   take(&scratch->values, (size_t)KEY_TILE * shape.padded_dim);
-  take(&scratch->scores, rows * KEY_TILE);
-  take(&scratch->weights, rows * KEY_TILE);
+  take(&scratch->scores, PASS_ROWS * KEY_TILE);
+  take(&scratch->weights, PASS_ROWS * KEY_TILE);
   take(&scratch->output, rows * shape.padded_dim);
   take(&scratch->row_max, rows);
-  take(&scratch->row_sum, rows);
-  take(&scratch->zeros, shape.padded_dim);
+  take(&scratch->row_sum, rows * W);
+  float* positions;
+  take(&positions, rows);
+  scratch->positions = reinterpret_cast<int32_t*>(positions);
+  take(&scratch->staging, 2 * KEY_TILE * (size_t)shape.padded_dim);
   return at;
 }
 
-// c[R, N vectors] (+)= a[R, k] b[k, N vectors], over words.
-template <class Words, int R, int N>
-BATON_INLINE void multiply_tile(const typename Words::word* a, int a_stride, const float* b, int b_stride, float* c,
-                                int c_stride, int k_words, bool accumulate) {
-  vf sum[R][N];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) sum[r][n] = accumulate ? load(c + r * c_stride + n * W) : zero();
-  for (int k = 0; k < k_words; ++k) {
-    vf column[N];
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) column[n] = load(b + (size_t)k * b_stride + n * W);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sum[r][n] = Words::multiply_add(sum[r][n], a[r * a_stride + k], column[n]);
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) store(c + r * c_stride + n * W, sum[r][n]);
-}
-
-template <class Words, int R>
-static void multiply_rows(const typename Words::word* a, int a_stride, const float* b, int b_stride, float* c,
-                          int c_stride, int columns, int k_words, bool accumulate) {
-  int n = 0;
-  for (; n + COLUMNS * W <= columns; n += COLUMNS * W)
-    multiply_tile<Words, R, COLUMNS>(a, a_stride, b + n, b_stride, c + n, c_stride, k_words, accumulate);
-  for (; n < columns; n += W)
-    multiply_tile<Words, R, 1>(a, a_stride, b + n, b_stride, c + n, c_stride, k_words, accumulate);
-}
-
-// c[rows, columns] (+)= a[rows, k] b[k, columns]; columns is a multiple of W.
-template <class Words>
-static void multiply(const float* a_base, int a_stride, const float* b, int b_stride, float* c, int c_stride, int rows,
-                     int columns, int k_words, bool accumulate) {
-  const typename Words::word* a = reinterpret_cast<const typename Words::word*>(a_base);
-  for (; rows >= ROWS; rows -= ROWS, a += (size_t)ROWS * a_stride, c += (size_t)ROWS * c_stride)
-    multiply_rows<Words, ROWS>(a, a_stride, b, b_stride, c, c_stride, columns, k_words, accumulate);
-  switch (rows) {
-    case 5: return multiply_rows<Words, 5>(a, a_stride, b, b_stride, c, c_stride, columns, k_words, accumulate);
-    case 4: return multiply_rows<Words, 4>(a, a_stride, b, b_stride, c, c_stride, columns, k_words, accumulate);
-    case 3: return multiply_rows<Words, 3>(a, a_stride, b, b_stride, c, c_stride, columns, k_words, accumulate);
-    case 2: return multiply_rows<Words, 2>(a, a_stride, b, b_stride, c, c_stride, columns, k_words, accumulate);
-    case 1: return multiply_rows<Words, 1>(a, a_stride, b, b_stride, c, c_stride, columns, k_words, accumulate);
-  }
-}
-
-// W consecutive words of a row of T: floats (widened from T), or pairs of bfloat16 as they lie.
 template <class Words, class T>
-BATON_INLINE vf load_words(const T* row, int num_elements) {
-  if constexpr (Words::PER_WORD == 1) {
-    return load_up_to(row, num_elements);
-  } else {
-    return load_up_to(reinterpret_cast<const float*>(row), num_elements / 2);
-  }
-}
-
-template <class Words, class T>
-static void pack_queries(const BatonAttention& args, const Shape& shape, const AttentionTile& tile, int words,
-                         float* queries) {
-  const int tokens_before = args.query_starts[tile.sequence];
+static void pack_queries(const BatonAttention& args, const BatonStep& step, const Shape& shape,
+                         const AttentionTile& tile, int words, float* queries) {
+  const int tokens_before = step.query_starts[tile.sequence];
   for (int token = tile.begin; token < tile.end; ++token) {
     const T* q = static_cast<const T*>(args.q) + (tokens_before + token) * args.q_token_stride +
                  (size_t)tile.kv_head * shape.group * shape.head_dim;
@@ -171,79 +87,17 @@ static void pack_queries(const BatonAttention& args, const Shape& shape, const A
   }
 }
 
-// Finds the key rows of positions first .. first + KEY_TILE - 1; those from `count` on become rows of zeros.
+// Where the key tiles of a query tile begin: at the tile of the first position that its first row sees.
+BATON_INLINE int first_key_tile(const BatonAttention& args, const BatonStep& step, const AttentionTile& tile) {
+  const int position = step.context_starts[tile.sequence] + tile.begin;
+  const int first = args.window > 0 && position >= args.window ? position - args.window + 1 : 0;
+  return first / KEY_TILE * KEY_TILE;
+}
+
 template <class T>
-static void find_rows(const BatonAttention& args, const AttentionTile& tile, int first, int count, const T* zeros,
-                      const T** rows) {
-  const BatonKVLayer& kv = args.kv;
-  const int32_t* table = args.block_tables + args.table_starts[tile.sequence];
-  const T* head = static_cast<const T*>(kv.data) + tile.kv_head * kv.head_stride;
-  int index = first / kv.block_size;
-  int slot = first % kv.block_size;
-  for (int i = 0; i < count; ++index, slot = 0) {
-    const T* block = head + table[index] * kv.block_stride;
-    for (; slot < kv.block_size && i < count; ++slot, ++i) rows[i] = block + slot * kv.slot_stride;
-  }
-  for (int i = count; i < KEY_TILE; ++i) rows[i] = zeros;
-}
-
-// The key rows that are packed after those from `first` on: the tile's next ones, or those that `next` begins with. In
-// decode each is read once, from another page, which the machine's own prefetcher does not foresee; so packing asks
-// the cache for them, a row at a time, as it goes.
-template <class T>
-static void find_rows_ahead(const BatonAttention& args, const AttentionTile& tile, const AttentionTile* next, int first,
-                            const T* zeros, const T** rows) {
-  const int context_end = args.context_starts[tile.sequence] + tile.end;
-  if (first + KEY_TILE < context_end) {
-    first += KEY_TILE;
-    const int count = context_end - first < KEY_TILE ? context_end - first : KEY_TILE;
-    find_rows(args, tile, first, count, zeros, rows);
-  } else if (next) {
-    const int next_end = args.context_starts[next->sequence] + next->end;
-    find_rows(args, *next, 0, next_end < KEY_TILE ? next_end : KEY_TILE, zeros, rows);
-  } else {
-    for (int i = 0; i < KEY_TILE; ++i) rows[i] = zeros;
-  }
-}
-
-template <class Words, class T>
-static void pack_keys(const T* const* rows, const T* const* ahead, int count, int head_dim, float* keys) {
-  const int words = head_dim / Words::PER_WORD;
-  for (int group = 0; group < count; group += W) {
-    for (int at = 0; at < words; at += W) {
-      vf square[W];
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) {
-        __builtin_prefetch(ahead[group + i] + at * Words::PER_WORD);
-        square[i] = load_words<Words>(rows[group + i] + at * Words::PER_WORD, head_dim - at * Words::PER_WORD);
-      }
-      transpose(square);
-      const int present = words - at < W ? words - at : W;
-      for (int i = 0; i < present; ++i) store(keys + (size_t)(at + i) * KEY_TILE + group, square[i]);
-    }
-  }
-}
-
-// Values as rows of words: row k holds the value of key k, or of keys 2k (lower half) and 2k + 1.
-template <class Words, class T>
-static void pack_values(const T* const* rows, const T* const* ahead, int64_t kv_stride, int count, const Shape& shape,
-                        const T* zeros, float* values) {
-  for (int key = 0; key < count; key += Words::PER_WORD, values += shape.padded_dim) {
-    const T* row = rows[key] + kv_stride;
-    for (int i = 0; i < Words::PER_WORD; ++i)
-      for (int at = 0; at < shape.head_dim; at += CACHE_LINE_BYTES / (int)sizeof(T))
-        __builtin_prefetch(ahead[key + i] + kv_stride + at);
-    if constexpr (Words::PER_WORD == 1) {
-      for (int at = 0; at < shape.padded_dim; at += W) store(values + at, load_up_to(row + at, shape.head_dim - at));
-    } else {
-      const T* next = key + 1 < count ? rows[key + 1] + kv_stride : zeros;
-      for (int at = 0; at < shape.padded_dim; at += W) {
-        const vu low = bit_cast<vu>(load_up_to(row + at, shape.head_dim - at)) >> 16;
-        const vu high = bit_cast<vu>(load_up_to(next + at, shape.head_dim - at));
-        store(values + at, bit_cast<vf>(low | high));
-      }
-    }
-  }
+BATON_INLINE KeySource<T> key_source(const BatonAttention& args, const BatonStep& step, const AttentionTile& tile) {
+  return {args.kv, static_cast<const T*>(args.kv.data) + tile.kv_head * args.kv.head_stride,
+          step.block_tables + step.table_starts[tile.sequence], step.context_starts[tile.sequence] + tile.end};
 }
 
 BATON_INLINE void store_weights(FloatWords, float* row, int at, vf p) { store(row + at, p); }
@@ -254,98 +108,147 @@ BATON_INLINE void store_weights(PairWords, float* row, int at, vf p) {
 }
 #endif
 
-// Folds one tile of scores into the running softmax of a row that sees the first `visible` of its keys: leaves the
-// weights exp(score - maximum), and scales what was summed before to the new maximum.
+// Folds one tile of scores into the running softmax of a row that sees keys begin .. end - 1 of it: leaves the weights
+// 2^(score - maximum), and scales what was summed before to the new maximum.
 template <class Words>
-BATON_INLINE void softmax_row(float* scores, float* weights, int visible, float scale, float* row_max, float* row_sum,
-                              float* output, int padded_dim) {
+BATON_INLINE void softmax_row(const float* scores, float* weights, int begin, int end, float scale, float* row_max,
+                              float* row_sum, float* output, int padded_dim) {
   constexpr int N = KEY_TILE / W;
-  vf score[N];
-  vf top = splat(MINUS_INFINITY);
-#pragma GCC unroll 16
-  for (int n = 0; n < N; ++n) {
-    score[n] = load(scores + n * W);
-    if (visible < KEY_TILE) score[n] = lane_index() + n * W < vi{} + visible ? score[n] : splat(MINUS_INFINITY);
-    top = max(top, score[n]);
+  if (begin >= end) {
+    for (int at = 0; at < KEY_TILE / Words::PER_WORD; at += W) store(weights + at, zero());
+    return;
   }
+  vf score[N];
+#pragma GCC unroll 16
+  for (int n = 0; n < N; ++n) score[n] = load(scores + n * W);
+  if (begin > 0 || end < KEY_TILE) {
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) {
+      const vi key = lane_index() + n * W;
+      score[n] = (key >= vi{} + begin) & (key < vi{} + end) ? score[n] : splat(LEAST_SCORE);
+    }
+  }
+  vf top = score[0];
+#pragma GCC unroll 16
+  for (int n = 1; n < N; ++n) top = max(top, score[n]);
   const float tile_max = max_lanes(top) * scale;
   const float before = *row_max;
-  const float now = tile_max > before ? tile_max : before;
-  vf sum = zero();
+  vf sum = load(row_sum);
+  if (tile_max > before) {
+    const vf shrink = exp2(splat(before - tile_max));
+    *row_max = tile_max;
+    sum *= shrink;
+    for (int at = 0; at < padded_dim; at += W) store(output + at, load(output + at) * shrink);
+  }
+  const float now = *row_max;
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n) {
     const vf p = exp2(score[n] * scale - now);
     sum += p;
     store_weights(Words(), weights, n * W, p);
   }
-  if (now > before) {
-    const float shrink = exp2(splat(before - now))[0];
-    *row_max = now;
-    *row_sum = *row_sum * shrink + sum_lanes(sum);
-    for (int at = 0; at < padded_dim; at += W) store(output + at, load(output + at) * shrink);
-  } else {
-    *row_sum += sum_lanes(sum);
-  }
+  store(row_sum, sum);
 }
 
 template <class T>
-static void write_output(const BatonAttention& args, const Shape& shape, const AttentionTile& tile,
-                         const Scratch& scratch) {
-  const int tokens_before = args.query_starts[tile.sequence];
+static void write_output(const BatonAttention& args, const BatonStep& step, const Shape& shape,
+                         const AttentionTile& tile, const Scratch& scratch) {
+  const int tokens_before = step.query_starts[tile.sequence];
   const float* row = scratch.output;
   int r = 0;
   for (int token = tile.begin; token < tile.end; ++token) {
     T* out = static_cast<T*>(args.out) + (tokens_before + token) * args.out_token_stride +
              (size_t)tile.kv_head * shape.group * shape.head_dim;
     for (int g = 0; g < shape.group; ++g, ++r, row += shape.padded_dim, out += shape.head_dim) {
-      const float inverse = 1.0f / scratch.row_sum[r];
+      const float inverse = 1.0f / sum_lanes(load(scratch.row_sum + r * W));
       for (int at = 0; at < shape.head_dim; at += W)
         store_up_to(out + at, load(row + at) * inverse, shape.head_dim - at);
     }
   }
 }
 
+// A few rows, and what they see of the key tile that begins at `first`.
+struct Pass {
+  int begin;
+  int rows;
+  int num_keys;  // that the last row sees; 0 if the tile lies outside what any of them sees
+};
+
+BATON_INLINE Pass pass_of(const BatonAttention& args, const Scratch& scratch, int first, int begin, int end) {
+  const int last_end = scratch.positions[end - 1] - first + 1;
+  const bool is_past = args.window > 0 && scratch.positions[begin] - args.window + 1 >= first + KEY_TILE;
+  const int num_keys = last_end <= 0 || is_past ? 0 : last_end < KEY_TILE ? last_end : KEY_TILE;
+  return {begin, end - begin, num_keys};
+}
+
+// Leaves the softmax weights of the rows.
+template <class Words, class Between>
+static void weigh_keys(const BatonAttention& args, const Shape& shape, const Scratch& scratch, int first,
+                       const Pass& pass, float* weights, Between between) {
+  const int words = shape.head_dim / Words::PER_WORD;
+  multiply<Words>(scratch.queries + (size_t)pass.begin * words, words, scratch.keys, KEY_TILE, scratch.scores, KEY_TILE,
+                  pass.rows, (pass.num_keys + W - 1) / W * W, words, false, between);
+  for (int r = 0; r < pass.rows; ++r) {
+    const int row = pass.begin + r;
+    const int end = scratch.positions[row] - first + 1;
+    const int begin = args.window > 0 && end > args.window ? end - args.window : 0;
+    softmax_row<Words>(scratch.scores + r * KEY_TILE, weights + r * (KEY_TILE / Words::PER_WORD), begin,
+                       end < KEY_TILE ? end : KEY_TILE, args.scale * LOG2_E, scratch.row_max + row,
+                       scratch.row_sum + (size_t)row * W, scratch.output + (size_t)row * shape.padded_dim,
+                       shape.padded_dim);
+  }
+}
+
+// Everything that the rows do with the key tile that begins at `first`.
+template <class Words, class T, class Between>
+static void attend_tile(const BatonAttention& args, const Shape& shape, const Scratch& scratch,
+                        const KeySource<T>& source, int first, int rows, Between between) {
+  float* weights = Words::PER_WORD == 1 ? scratch.scores : scratch.weights;
+  KeyTile<T> keys;
+  pack_key_tile<Words>(source, first, reinterpret_cast<T*>(scratch.staging), &keys, scratch.keys);
+  for (int row = 0; row < rows; row += PASS_ROWS) {
+    const Pass pass = pass_of(args, scratch, first, row, row + PASS_ROWS < rows ? row + PASS_ROWS : rows);
+    if (pass.num_keys > 0) weigh_keys<Words>(args, shape, scratch, first, pass, weights, between);
+    // Only now: it fills the time in which the weights, each of which waits for the one before, are computed.
+    if (row == 0) pack_value_tile<Words>(keys, shape.head_dim, shape.padded_dim, scratch.values);
+    if (pass.num_keys > 0)
+      multiply<Words>(weights, KEY_TILE / Words::PER_WORD, scratch.values, shape.padded_dim,
+                      scratch.output + (size_t)row * shape.padded_dim, shape.padded_dim, pass.rows, shape.padded_dim,
+                      (pass.num_keys + Words::PER_WORD - 1) / Words::PER_WORD, true, between);
+  }
+}
+
 template <class T>
-static void attend(const BatonAttention& args, const AttentionTile& tile, const AttentionTile* next, float* base) {
+static void attend(const BatonAttention& args, const BatonStep& step, const AttentionTile& tile,
+                   const AttentionTile* next, float* base) {
   typedef typename WordsOf<T>::type Words;
   const Shape shape = shape_of(args);
   Scratch scratch;
   lay_out(shape, base, &scratch);
-  float* weights = Words::PER_WORD == 1 ? scratch.scores : scratch.weights;
-  const int words = shape.head_dim / Words::PER_WORD;
   const int rows = (tile.end - tile.begin) * shape.group;
-  const int first_position = args.context_starts[tile.sequence] + tile.begin;
-  const int context_end = args.context_starts[tile.sequence] + tile.end;
-  const float scale = args.scale * LOG2_E;
-  for (int i = 0; i < shape.padded_dim; ++i) scratch.zeros[i] = 0.0f;
   for (int i = 0; i < rows * shape.padded_dim; ++i) scratch.output[i] = 0.0f;
-  for (int r = 0; r < rows; ++r) {
-    scratch.row_max[r] = MINUS_INFINITY;
-    scratch.row_sum[r] = 0.0f;
-  }
-  const T* zeros = reinterpret_cast<const T*>(scratch.zeros);
-  pack_queries<Words, T>(args, shape, tile, words, scratch.queries);
-  for (int first = 0; first < context_end; first += KEY_TILE) {
-    const int count = context_end - first < KEY_TILE ? context_end - first : KEY_TILE;
-    const int columns = (count + W - 1) / W * W;
-    const T* key_rows[KEY_TILE];
-    find_rows(args, tile, first, count, zeros, key_rows);
-    const T* ahead[KEY_TILE];
-    find_rows_ahead(args, tile, next, first, zeros, ahead);
-    pack_keys<Words>(key_rows, ahead, count, shape.head_dim, scratch.keys);
-    pack_values<Words>(key_rows, ahead, args.kv.kv_stride, count, shape, zeros, scratch.values);
-    multiply<Words>(scratch.queries, words, scratch.keys, KEY_TILE, scratch.scores, KEY_TILE, rows, columns, words,
-                    false);
-    for (int r = 0; r < rows; ++r) {
-      const int seen = first_position + r / shape.group + 1 - first;
-      softmax_row<Words>(scratch.scores + r * KEY_TILE, weights + r * (KEY_TILE / Words::PER_WORD),
-                         seen < 0 ? 0 : seen, scale, scratch.row_max + r, scratch.row_sum + r,
-                         scratch.output + (size_t)r * shape.padded_dim, shape.padded_dim);
+  for (int i = 0; i < rows * W; ++i) scratch.row_sum[i] = 0.0f;
+  for (int r = 0; r < rows; ++r) scratch.row_max[r] = LEAST_SCORE;
+  for (int token = tile.begin, r = 0; token < tile.end; ++token)
+    for (int g = 0; g < shape.group; ++g, ++r) scratch.positions[r] = step.context_starts[tile.sequence] + token;
+  pack_queries<Words, T>(args, step, shape, tile, shape.head_dim / Words::PER_WORD, scratch.queries);
+  Fetcher fetcher;
+  const KeySource<T> source = key_source<T>(args, step, tile);
+  const KeySource<T> source_of_next = key_source<T>(args, step, next ? *next : tile);
+  for (int first = first_key_tile(args, step, tile); first < source.end; first += KEY_TILE) {
+    const bool is_last = first + KEY_TILE >= source.end;
+    const int ahead_first = !is_last ? first + KEY_TILE : next ? first_key_tile(args, step, *next) : source.end;
+    Fetcher::begin(fetcher, is_last ? source_of_next : source, ahead_first);
+    if (rows > ROWS) {
+      while (Fetcher::step(fetcher)) continue;
+      attend_tile<Words>(args, shape, scratch, source, first, rows, [] {});
+    } else {
+      attend_tile<Words>(args, shape, scratch, source, first, rows, [&]() __attribute__((always_inline)) {
+        Fetcher::step(fetcher);
+      });
     }
-    multiply<Words>(weights, KEY_TILE / Words::PER_WORD, scratch.values, shape.padded_dim, scratch.output,
-                    shape.padded_dim, rows, shape.padded_dim, (count + Words::PER_WORD - 1) / Words::PER_WORD, true);
   }
-  write_output<T>(args, shape, tile, scratch);
+  write_output<T>(args, step, shape, tile, scratch);
 }
 
 static size_t attention_scratch_size_bytes(const BatonAttention& args) {
@@ -355,11 +258,11 @@ static size_t attention_scratch_size_bytes(const BatonAttention& args) {
 
 static int32_t attention_tile_tokens(const BatonAttention& args) { return shape_of(args).tile_tokens; }
 
-static void attention_tile(const BatonAttention& args, const AttentionTile& tile, const AttentionTile* next,
-                           void* scratch) {
+static void attention_tile(const BatonAttention& args, const BatonStep& step, const AttentionTile& tile,
+                           const AttentionTile* next, void* scratch) {
   if (args.kv.dtype == BATON_BFLOAT16) {
-    attend<bf16>(args, tile, next, static_cast<float*>(scratch));
+    attend<bf16>(args, step, tile, next, static_cast<float*>(scratch));
   } else {
-    attend<float>(args, tile, next, static_cast<float*>(scratch));
+    attend<float>(args, step, tile, next, static_cast<float*>(scratch));
   }
 }

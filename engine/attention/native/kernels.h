@@ -1,8 +1,11 @@
-// The C interface of Baton's CPU kernels. Python fills these structs through ctypes (engine/attention/native_library.py
+// The C interface of Baton's CPU kernels. Python fills these structs through ctypes (engine/attention/native_structs.py
 // mirrors them field by field), so they hold plain numbers and pointers only, and change together with that file.
 //
-// Axes: T tokens of the step, S sequences of the step, H query heads, K key/value heads, D head dimension.
-// Strides count elements, not bytes.
+// What a step computes is a program: a list of operations, each a kind and a struct of its arguments. Programs are made
+// once and run again and again; what differs between steps stands in BatonStep, which the arguments point into.
+//
+// Axes: T tokens of the step, R rows whose logits are wanted, N rows of either kind, S sequences of the step, H query
+// heads, K key/value heads, D head dimension. Strides count elements, not bytes, unless their name says so.
 #ifndef BATON_KERNELS_H
 #define BATON_KERNELS_H
 
@@ -16,7 +19,27 @@ enum BatonDtype : int32_t { BATON_FLOAT32 = 0, BATON_BFLOAT16 = 1 };
 
 // Instruction sets that kernels are compiled for, worst first. Which exist is a property of the build, which run of
 // the machine: ask baton_isa_supported.
-enum BatonIsa : int32_t { BATON_GENERIC = 0, BATON_AVX2 = 1, BATON_AVX512 = 2, BATON_AVX512_BF16 = 3, BATON_NUM_ISAS = 4 };
+enum BatonIsa : int32_t {
+  BATON_GENERIC = 0,
+  BATON_AVX2 = 1,
+  BATON_AVX512 = 2,
+  BATON_AVX512_BF16 = 3,
+};
+
+// One step's tokens: engine.attention.batch.StepBatch, whose names these are.
+struct BatonStep {
+  const int64_t* ids;             // [T]
+  const int64_t* positions;       // [T]
+  const int64_t* slots;           // [T]
+  const int32_t* query_starts;    // [S + 1]
+  const int32_t* context_starts;  // [S]
+  const int32_t* table_starts;    // [S]
+  const int32_t* block_tables;
+  const int64_t* rows;  // [R]
+  int32_t num_tokens;
+  int32_t num_selected;
+  int32_t num_sequences;
+};
 
 // One layer of the block pool. The key of (block b, kv head k, slot s) begins at
 // data + b * block_stride + k * head_stride + s * slot_stride, its value kv_stride further on.
@@ -32,79 +55,133 @@ struct BatonKVLayer {
   int32_t dtype;
 };
 
-// Attention of S sequences. Tokens query_starts[s] .. query_starts[s + 1] - 1 belong to sequence s and stand at its
-// positions context_starts[s], context_starts[s] + 1, ...; each sees the positions up to its own. Their keys and values
-// are in the pool already, through the block ids block_tables[table_starts[s] ...].
-struct BatonAttention {
-  BatonKVLayer kv;
-  const void* q;  // [T, H, D], heads contiguous
-  void* out;      // [T, H, D], heads contiguous
-  const int32_t* query_starts;    // [S + 1]
-  const int32_t* context_starts;  // [S]
-  const int32_t* table_starts;    // [S]
-  const int32_t* block_tables;
-  int64_t q_token_stride;
-  int64_t out_token_stride;
-  int32_t num_sequences;
-  int32_t num_heads;
+// residual [T, size] = table[ids] * scale.
+struct BatonEmbed {
+  const void* table;  // [V, size]
+  float* residual;
+  int32_t size;
+  int32_t dtype;  // of the table
   float scale;
 };
 
-// Rotates queries (in place) and keys of the fused projection qkv [T, (H + 2K) * D], and writes keys and values to the
-// pool at `slots`. cos_sin is [positions, D]: D/2 cosines, then D/2 sines.
-struct BatonRotaryWrite {
-  BatonKVLayer kv;
-  void* qkv;
-  const float* cos_sin;
-  const int64_t* positions;  // [T]
-  const int64_t* slots;      // [T]
-  int64_t token_stride;
-  int32_t num_tokens;
-  int32_t num_heads;
+// target[r] = source[rows[r]] for r < R; rows of row_size_bytes.
+struct BatonSelectRows {
+  const void* source;
+  void* target;
+  int64_t source_stride_bytes;
+  int64_t target_stride_bytes;
+  int64_t row_size_bytes;
 };
 
-// residual [T, size] += x [T, size] where x is given; then out = residual / rms(residual) * weight. The residual is
-// float32, the others are of `dtype`.
-struct BatonRmsNorm {
-  const void* x;
+// residual [N, size] += x, or += x / rms(x) * x_norm; then out = residual / rms(residual) * norm. Norms and residual are
+// float32, x and out are of `dtype`.
+struct BatonAddNorm {
+  const int32_t* num_rows;
+  const void* x;        // or null
+  const float* x_norm;  // or null
   float* residual;
-  const void* weight;
+  const float* norm;
   void* out;
-  int32_t num_tokens;
   int32_t size;
   int32_t dtype;
   float eps;
 };
 
-// out [T, size] = silu(gate_up[:, :size]) * gate_up[:, size:].
-struct BatonSiluMul {
-  const void* gate_up;
+// out [N, num_outputs] = x weight^T + bias, summed in float32. An output's bits do not depend on the other rows.
+struct BatonLinear {
+  const int32_t* num_rows;
+  const void* x;
+  const void* weight;  // [num_outputs, num_inputs], contiguous
+  const float* bias;   // or null
   void* out;
-  int32_t num_tokens;
-  int32_t size;
-  int32_t dtype;
+  int64_t x_stride;
+  int64_t out_stride;
+  int32_t num_inputs;
+  int32_t num_outputs;
+  int32_t dtype;  // of x and weight
+  int32_t out_dtype;
 };
 
-// out [N, vocab_size] = x weight^T, float32 from bfloat16. The sum of each output is taken in one order: its bits do not
-// depend on the other rows.
-struct BatonLogits {
-  const void* x;       // [N, size]
-  const void* weight;  // [vocab_size, size]
-  float* out;
-  int32_t num_rows;
-  int32_t size;
-  int32_t vocab_size;
+// Rotates queries (in place) and keys of the fused projection qkv [T, (H + 2K) * D], each head normalised before where
+// there is a norm, and writes keys and values to the pool at the step's slots. cos_sin is [positions, D]: D/2 cosines,
+// then D/2 sines.
+struct BatonRotaryWrite {
+  BatonKVLayer kv;
+  void* qkv;
+  const float* cos_sin;  // or null: nothing is rotated
+  const float* q_norm;   // [D], or null
+  const float* k_norm;   // [D], or null
+  int64_t token_stride;
+  int32_t num_heads;
+  float eps;
 };
+
+// Attention of S sequences. Tokens query_starts[s] .. query_starts[s + 1] - 1 belong to sequence s and stand at its
+// positions context_starts[s], context_starts[s] + 1, ...; each sees the last `window` positions up to its own, or all of
+// them if window is 0. Their keys and values are in the pool already, through the block ids
+// block_tables[table_starts[s] ...].
+struct BatonAttention {
+  BatonKVLayer kv;
+  const void* q;  // [T, H, D], heads contiguous
+  void* out;      // [T, H, D], heads contiguous
+  int64_t q_token_stride;
+  int64_t out_token_stride;
+  int32_t num_heads;
+  int32_t window;
+  float scale;
+};
+
+enum BatonActivation : int32_t { BATON_SILU = 0, BATON_GELU_TANH = 1 };
+
+// out [N, size] = activation(gate_up[:, :size]) * gate_up[:, size:].
+struct BatonGatedActivation {
+  const int32_t* num_rows;
+  const void* gate_up;
+  void* out;
+  int32_t size;
+  int32_t dtype;
+  int32_t activation;
+};
+
+// ids [N] and values [N]: the first largest element of each row of logits [N, size], NaN where the row holds one.
+struct BatonArgmax {
+  const int32_t* num_rows;
+  const float* logits;
+  int64_t* ids;
+  float* values;
+  int32_t size;
+};
+
+enum BatonOpKind : int32_t {
+  BATON_EMBED = 0,
+  BATON_SELECT_ROWS = 1,
+  BATON_ADD_NORM = 2,
+  BATON_LINEAR = 3,
+  BATON_ROTARY_WRITE = 4,
+  BATON_ATTENTION = 5,
+  BATON_GATED_ACTIVATION = 6,
+  BATON_ARGMAX = 7,
+};
+
+struct BatonOp {
+  const void* args;  // the struct that belongs to the kind
+  int32_t kind;
+};
+
+// A number of threads that run programs together, the caller's included. One program at a time.
+struct BatonTeam;
 
 // 1 if this build has kernels for `isa` and this machine can run them.
 BATON_EXPORT int32_t baton_isa_supported(int32_t isa);
 
-// The work is split over at most num_threads threads, the caller's included.
-BATON_EXPORT void baton_attention(const BatonAttention* args, int32_t isa, int32_t num_threads);
-BATON_EXPORT void baton_rotary_write(const BatonRotaryWrite* args, int32_t isa, int32_t num_threads);
-BATON_EXPORT void baton_rms_norm(const BatonRmsNorm* args, int32_t isa, int32_t num_threads);
-BATON_EXPORT void baton_silu_mul(const BatonSiluMul* args, int32_t isa, int32_t num_threads);
-BATON_EXPORT void baton_logits(const BatonLogits* args, int32_t isa, int32_t num_threads);
+BATON_EXPORT BatonTeam* baton_team_create(int32_t num_threads);
+
+// Ends its threads. No program may be running.
+BATON_EXPORT void baton_team_destroy(BatonTeam* team);
+
+// Runs operations begin .. end - 1 of a program, one after the other, each split over the team.
+BATON_EXPORT void baton_run(BatonTeam* team, const BatonOp* ops, int32_t begin, int32_t end, const BatonStep* step,
+                            int32_t isa);
 
 }  // extern "C"
 

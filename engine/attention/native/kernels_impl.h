@@ -2,7 +2,7 @@
 // BATON_ROWS and BATON_COLUMNS (the register tile), and is compiled with that instruction set's flags.
 #include <cstddef>
 #include <cstdint>
-#ifdef BATON_BF16_PAIRS
+#if BATON_WIDTH == 16
 #include <immintrin.h>
 #endif
 
@@ -14,15 +14,21 @@ namespace {
 
 #include "simd.h"
 //
+#include "multiply_impl.h"
+//
+#include "pack_impl.h"
+//
 #include "attention_impl.h"
 #include "elementwise_impl.h"
-#include "logits_impl.h"
+#include "linear_impl.h"
 
 }  // namespace
 
 extern const KernelTable table;
-const KernelTable table = {attention_scratch_size_bytes, attention_tile_tokens, attention_tile, rotary_write, rms_norm,
-                           silu_mul, logits};
+const KernelTable table = {
+    linear_num_items, linear_scratch_size_bytes, linear_item, attention_scratch_size_bytes, attention_tile_tokens,
+    attention_tile, embed, add_norm, rotary_write, gated_activation, argmax,
+};
 
 }  // namespace BATON_ISA_NAMESPACE
 }  // namespace baton

@@ -103,25 +103,67 @@ BATON_INLINE float max_lanes(vf v) {
   return v[0];
 }
 
-// 2^x for x <= 127, within 2 units in the last place; 0 below -126 (no subnormals).
-// x = n + f with n whole and |f| <= 1/2; 2^f by its Taylor series, 2^n by writing n into the exponent.
+// 2^x for x <= 127, within 2 units in the last place; below -126 a subnormal number or 0. NaN stays NaN.
+// x = n + f with n whole and |f| <= 1/2; 2^f by a polynomial of least relative error (1e-7), 2^n into the exponent.
 BATON_INLINE vf exp2(vf x) {
-  const vf clamped = max(x, splat(-126.0f));
+#if BATON_WIDTH == 16
+  const vf whole = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  const vf clamped = x < splat(-126.0f) ? splat(-126.0f) : x;
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   const vf whole = (clamped + magic) - magic;
-  const vf f = clamped - whole;
-  vf series = splat(1.5403530e-4f);
-  series = series * f + 1.3333558e-3f;
-  series = series * f + 9.6181291e-3f;
-  series = series * f + 5.5504109e-2f;
-  series = series * f + 2.4022651e-1f;
-  series = series * f + 6.9314718e-1f;
+#endif
+  const vf f = x - whole;
+  vf series = splat(1.32647273e-3f);
+  series = series * f + 9.67151299e-3f;
+  series = series * f + 5.55073358e-2f;
+  series = series * f + 2.40222424e-1f;
+  series = series * f + 6.93147004e-1f;
   series = series * f + 1.0f;
+#if BATON_WIDTH == 16
+  return (vf)_mm512_scalef_ps((__m512)series, (__m512)whole);
+#else
   const vi exponent = (__builtin_convertvector(whole, vi) + 127) << 23;
-  const vf power = series * bit_cast<vf>(exponent);
-  return x < splat(-126.0f) ? zero() : power;
+  return x < splat(-126.0f) ? zero() : series * bit_cast<vf>(exponent);
+#endif
 }
 
+#if BATON_WIDTH == 16
+// In-place transposition of W vectors of W words: of words within quarters of vectors, then of the quarters.
+BATON_INLINE void transpose(vf (&rows)[W]) {
+  __m512 pairs[W], quads[W], halves[W];
+#pragma GCC unroll 8
+  for (int i = 0; i < W; i += 2) {
+    pairs[i] = _mm512_unpacklo_ps((__m512)rows[i], (__m512)rows[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_ps((__m512)rows[i], (__m512)rows[i + 1]);
+  }
+  auto unpack = [](__m512 a, __m512 b, auto high) __attribute__((always_inline)) {
+    return (__m512)(high ? _mm512_unpackhi_pd((__m512d)a, (__m512d)b) : _mm512_unpacklo_pd((__m512d)a, (__m512d)b));
+  };
+#pragma GCC unroll 4
+  for (int i = 0; i < W; i += 4) {
+    quads[i] = unpack(pairs[i], pairs[i + 2], false);
+    quads[i + 1] = unpack(pairs[i], pairs[i + 2], true);
+    quads[i + 2] = unpack(pairs[i + 1], pairs[i + 3], false);
+    quads[i + 3] = unpack(pairs[i + 1], pairs[i + 3], true);
+  }
+  // Quarter q of quads[4 i + j] holds column 4 q + j of rows 4 i .. 4 i + 3.
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    halves[j] = _mm512_shuffle_f32x4(quads[j], quads[4 + j], 0x88);
+    halves[4 + j] = _mm512_shuffle_f32x4(quads[j], quads[4 + j], 0xdd);
+    halves[8 + j] = _mm512_shuffle_f32x4(quads[8 + j], quads[12 + j], 0x88);
+    halves[12 + j] = _mm512_shuffle_f32x4(quads[8 + j], quads[12 + j], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    rows[j] = (vf)_mm512_shuffle_f32x4(halves[j], halves[8 + j], 0x88);
+    rows[8 + j] = (vf)_mm512_shuffle_f32x4(halves[j], halves[8 + j], 0xdd);
+    rows[4 + j] = (vf)_mm512_shuffle_f32x4(halves[4 + j], halves[12 + j], 0x88);
+    rows[12 + j] = (vf)_mm512_shuffle_f32x4(halves[4 + j], halves[12 + j], 0xdd);
+  }
+}
+#else
 // In-place transposition of W vectors of W words. Each of the log2(W) passes interleaves vector i with vector
 // i + W/2, which rotates the bits of the address (row, column) by one place.
 BATON_INLINE void transpose(vf (&rows)[W]) {
@@ -140,3 +182,4 @@ BATON_INLINE void transpose(vf (&rows)[W]) {
     for (int i = 0; i < W; ++i) rows[i] = next[i];
   }
 }
+#endif

@@ -126,6 +126,7 @@ class WorkerStatus(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
     state: _builtins.str
@@ -142,6 +143,8 @@ class WorkerStatus(_message.Message):
     token_address: _builtins.str
     metrics_address: _builtins.str
     """host:port of the worker's Prometheus page (/metrics); empty if it has none."""
+    engine: _builtins.str
+    """What computes the model: "native", or "transformers (NAME)" with the name of the model's class there."""
     @_builtins.property
     def blocks(self) -> Global___BlockCounts: ...
     @_builtins.property
@@ -165,10 +168,11 @@ class WorkerStatus(_message.Message):
         transports: _abc.Iterable[_builtins.str] | None = ...,
         prefix_cache: Global___PrefixCacheStatus | None = ...,
         metrics_address: _builtins.str = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "prefix_cache", b"prefix_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "heartbeat_age_ms", b"heartbeat_age_ms", "host", b"host", "incarnation", b"incarnation", "metrics_address", b"metrics_address", "name", b"name", "num_running", b"num_running", "num_waiting", b"num_waiting", "pid", b"pid", "prefix_cache", b"prefix_cache", "role", b"role", "state", b"state", "token_address", b"token_address", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "engine", b"engine", "heartbeat_age_ms", b"heartbeat_age_ms", "host", b"host", "incarnation", b"incarnation", "metrics_address", b"metrics_address", "name", b"name", "num_running", b"num_running", "num_waiting", b"num_waiting", "pid", b"pid", "prefix_cache", b"prefix_cache", "role", b"role", "state", b"state", "token_address", b"token_address", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -924,6 +924,7 @@ class WorkerHello(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     INVENTORY_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     role: Global___Role.ValueType
     host: _builtins.str
@@ -935,6 +936,8 @@ class WorkerHello(_message.Message):
     block_size_bytes: _builtins.int
     max_model_tokens: _builtins.int
     metrics_address: _builtins.str
+    engine: _builtins.str
+    """What computes the model: "native", or "transformers (NAME)" with the name of the model's class there."""
     @_builtins.property
     def ref(self) -> Global___WorkerRef: ...
     @_builtins.property
@@ -958,10 +961,11 @@ class WorkerHello(_message.Message):
         load: Global___WorkerLoad | None = ...,
         inventory: _abc.Iterable[Global___AttemptId] | None = ...,
         metrics_address: _builtins.str = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "block_size_bytes", b"block_size_bytes", "compatibility", b"compatibility", "compatibility_details", b"compatibility_details", "host", b"host", "inventory", b"inventory", "load", b"load", "max_model_tokens", b"max_model_tokens", "metrics_address", b"metrics_address", "model", b"model", "pid", b"pid", "pool", b"pool", "ref", b"ref", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "block_size_bytes", b"block_size_bytes", "compatibility", b"compatibility", "compatibility_details", b"compatibility_details", "engine", b"engine", "host", b"host", "inventory", b"inventory", "load", b"load", "max_model_tokens", b"max_model_tokens", "metrics_address", b"metrics_address", "model", b"model", "pid", b"pid", "pool", b"pool", "ref", b"ref", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,326 @@
+// out = x weight^T + bias, with the weight as it lies in the checkpoint: a row an output.
+//
+// A word is 32 bits of a row: one float32, or two bfloat16. An output is the sum over the words of its two rows, first
+// to last, in one lane of a vector, whatever the other lanes do. So its bits depend on those rows alone: not on the
+// tile, the item or the thread that computes it, nor on the other rows of x. There are two kinds of tiles:
+//
+// Few rows of x, where reading the weight is the cost: the lanes are outputs. Squares of the weight are transposed on
+// their way into the registers, and multiplied with the words of x, broadcast.
+// Many rows: the lanes are rows of x, packed before as [word, row], and the weight's words are broadcast where they
+// lie. The weight is walked in strips of outputs, each in chunks of words, so that a chunk of the packed rows stays in
+// the second-level cache and a tile's rows of the weight in the first.
+//
+// Included inside `namespace baton::BATON_ISA_NAMESPACE { namespace {`, after simd.h.
+#include "linear_tiles.h"
+
+constexpr int MAX_FEW_ROWS = W == 16 ? 12 : W;
+constexpr int STRIP_OUTPUTS = 3 * W;              // whole tiles of either kind
+constexpr int MAX_CHUNK_WORDS = 512;              // of a row of the weight
+constexpr int PACKED_CHUNK_BYTES = 384 * 1024;    // of rows of x, if they are many
+constexpr int MIN_ITEM_WEIGHT_BYTES = 64 * 1024;  // some microseconds of reading
+constexpr int ITEMS_PER_THREAD = 3;               // of few rows: a thread that comes late then holds up the others little
+static_assert(STRIP_OUTPUTS % TILE_OUTPUTS == 0 && STRIP_OUTPUTS % W == 0, "a strip is whole tiles");
+
+BATON_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+BATON_INLINE int64_t round_up(int64_t a, int64_t unit) { return ceil_div(a, unit) * unit; }
+BATON_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// A product in the units of the tiles, cut into items: blocks of rows times pieces of outputs. There are more pieces
+// the more threads there are, because each packs the rows it needs for itself.
+template <class P>
+struct LinearPlan {
+  typedef typename P::element element;
+
+  const BatonLinear& args;
+  int num_rows;
+  int num_words;    // of a row, filled up to whole squares with zeros
+  int chunk_words;  // whole vectors; the last chunk may be shorter
+  int block_rows;
+  int64_t num_blocks;
+  int piece_outputs;
+  int64_t num_pieces;
+  bool is_whole_squares;  // the weight's rows need no filling up
+  size_t row_bytes;       // of the weight
+  size_t copy_stride_bytes;
+  // Offsets in an item's scratch memory.
+  size_t few_x;     // [num_words, WORD_STEPS, MAX_FEW_ROWS]
+  size_t packed_x;  // [panels, num_words, WORD_STEPS, TILE_VECTORS, W]
+  size_t partial;   // [panels, STRIP_OUTPUTS, TILE_VECTORS, W]
+  size_t copy;      // rows of the weight that cannot be used where they lie, copy_stride_bytes apart
+  size_t scratch_size_bytes;
+
+  LinearPlan(const BatonLinear& args, int num_threads) : args(args), num_rows(*args.num_rows) {
+    const int square_elements = SQUARE_WORDS * P::WORD_ELEMENTS;
+    num_words = (int)round_up(args.num_inputs, square_elements) / P::WORD_ELEMENTS;
+    is_whole_squares = args.num_inputs % square_elements == 0;
+    chunk_words = (int)round_up(ceil_div(num_words, ceil_div(num_words, MAX_CHUNK_WORDS)), W);
+    row_bytes = args.num_inputs * sizeof(element);
+    copy_stride_bytes = chunk_words * P::WORD_STEPS * 4 + CACHE_LINE_BYTES;
+
+    const int64_t fitting_panels = PACKED_CHUNK_BYTES / (chunk_words * P::WORD_STEPS * PANEL_ROWS * 4);
+    const int64_t max_rows = fitting_panels > 1 ? fitting_panels * PANEL_ROWS : PANEL_ROWS;
+    block_rows = (int)least(num_rows, round_up(ceil_div(num_rows, ceil_div(num_rows, max_rows) | 1), PANEL_ROWS));
+    num_blocks = num_rows == 0 ? 0 : ceil_div(num_rows, block_rows);
+
+    const int64_t wanted = num_threads > 1 && num_blocks > 0 ? ceil_div(num_threads * ITEMS_PER_THREAD, num_blocks) : 1;
+    const int64_t worthwhile = 1 + args.num_outputs * row_bytes / MIN_ITEM_WEIGHT_BYTES;
+    piece_outputs = (int)round_up(ceil_div(args.num_outputs, least(wanted, worthwhile)), STRIP_OUTPUTS);
+    num_pieces = ceil_div(args.num_outputs, piece_outputs);
+    lay_out_scratch();
+  }
+
+  void lay_out_scratch() {
+    const int64_t num_panels = block_rows / PANEL_ROWS + 1;
+    const int64_t num_steps = (int64_t)num_words * P::WORD_STEPS;
+    size_t end = 0;
+    auto take = [&](int64_t size_bytes) {
+      const size_t begin = end;
+      end += round_up(size_bytes, CACHE_LINE_BYTES);
+      return begin;
+    };
+    few_x = take(num_steps * MAX_FEW_ROWS * 4);
+    packed_x = take(num_panels * num_steps * PANEL_ROWS * 4);
+    partial = take(num_panels * STRIP_OUTPUTS * PANEL_ROWS * 4);
+    copy = take((W > TILE_OUTPUTS ? W : TILE_OUTPUTS) * copy_stride_bytes);
+    scratch_size_bytes = end;
+  }
+
+  const char* weight(int output, int word) const {
+    return static_cast<const char*>(args.weight) + output * row_bytes + word * 4;
+  }
+  const element* x(int row) const { return static_cast<const element*>(args.x) + row * args.x_stride; }
+};
+
+// An item at work: its plan, and its scratch memory.
+template <class P>
+struct LinearItem {
+  const LinearPlan<P>& plan;
+  char* scratch;
+
+  uint32_t* few_x() const { return reinterpret_cast<uint32_t*>(scratch + plan.few_x); }
+  uint32_t* packed_x(int row) const {
+    return reinterpret_cast<uint32_t*>(scratch + plan.packed_x) + (size_t)row * plan.num_words * P::WORD_STEPS;
+  }
+  float* partial(int row) const {
+    return reinterpret_cast<float*>(scratch + plan.partial) + (size_t)row * STRIP_OUTPUTS;
+  }
+};
+
+// Words [begin, end) of rows output .. output + count - 1 of the weight in scratch memory, and rows of zeros up to `size`.
+template <class P, bool IS_WIDENED>
+static WordRows copy_weight(LinearItem<P> item, int output, int count, int size, int begin, int end) {
+  const LinearPlan<P>& plan = item.plan;
+  char* const target = item.scratch + plan.copy;
+  for (int i = 0; i < size; ++i) {
+    uint32_t* const to = reinterpret_cast<uint32_t*>(target + i * plan.copy_stride_bytes);
+    if (i >= count) {
+      __builtin_memset(to, 0, plan.copy_stride_bytes);
+      continue;
+    }
+    const auto* row = reinterpret_cast<const typename P::element*>(plan.weight(output + i, begin));
+    const int num_elements = plan.args.num_inputs - begin * P::WORD_ELEMENTS;
+    if constexpr (IS_WIDENED) {
+      widen_row(row, num_elements, end - begin, to);
+    } else {
+      copy_row<P>(row, num_elements, end - begin, to);
+    }
+  }
+  return {target, plan.copy_stride_bytes};
+}
+
+template <class T>
+BATON_INLINE void store_outputs(T* out, vf sums, const float* bias, int count) {
+  if (bias) sums += load_up_to(bias, count);
+  store_up_to(out, sums, count);
+}
+
+// ---- few rows
+
+// Sums of R rows with W outputs from `output` on, of which the first `count` exist.
+template <class P, int R>
+static void few_rows_sums(LinearItem<P> item, int output, int count) {
+  const LinearPlan<P>& plan = item.plan;
+  if (count == W && plan.is_whole_squares)
+    return few_rows_tile<P, R>({plan.weight(output, 0), plan.row_bytes}, item.few_x(), plan.num_words, true, true,
+                               item.partial(0));
+  for (int begin = 0; begin < plan.num_words; begin += plan.chunk_words) {
+    const int end = (int)least(begin + plan.chunk_words, plan.num_words);
+    const WordRows weight = copy_weight<P, false>(item, output, count, W, begin, end);
+    few_rows_tile<P, R>(weight, item.few_x() + begin * P::WORD_STEPS * R, end - begin, false, begin == 0,
+                        item.partial(0));
+  }
+}
+
+// R rows, the first of which is `row`, with outputs begin .. end - 1.
+template <class P, int R>
+static void few_rows(LinearItem<P> item, int row, int begin, int end) {
+  const BatonLinear& args = item.plan.args;
+  for (int output = begin; output < end; output += W) {
+    const int count = (int)least(end - output, W);
+    few_rows_sums<P, R>(item, output, count);
+    const float* bias = args.bias ? args.bias + output : nullptr;
+    for (int r = 0; r < R; ++r) {
+      const vf sums = load(item.partial(0) + r * W);
+      const int64_t at = (row + r) * args.out_stride + output;
+      if (args.out_dtype == BATON_FLOAT32) {
+        store_outputs(static_cast<float*>(args.out) + at, sums, bias, count);
+      } else {
+        store_outputs(static_cast<bf16*>(args.out) + at, sums, bias, count);
+      }
+    }
+  }
+}
+
+template <class P, int R = MAX_FEW_ROWS>
+static void few_rows(LinearItem<P> item, int row, int num_rows, int begin, int end) {
+  if constexpr (R > 0) {
+    if (num_rows == R) {
+      few_rows<P, R>(item, row, begin, end);
+    } else {
+      few_rows<P, R - 1>(item, row, num_rows, begin, end);
+    }
+  }
+}
+
+// ---- many rows
+
+// One chunk of words of one tile's outputs, of which the first `count` exist, with all panels. `place` is where they
+// stand in their strip.
+template <class P>
+static void many_rows_chunk(LinearItem<P> item, int num_rows, int output, int count, int place, int begin, int end,
+                            Ahead ahead) {
+  const LinearPlan<P>& plan = item.plan;
+  constexpr bool IS_WIDENED = P::WORD_STEPS == 2;
+  const WordRows weight = !IS_WIDENED && count == TILE_OUTPUTS && plan.is_whole_squares
+                              ? WordRows{plan.weight(output, begin), plan.row_bytes}
+                              : copy_weight<P, IS_WIDENED>(item, output, count, TILE_OUTPUTS, begin, end);
+  const int num_steps = (end - begin) * P::WORD_STEPS, first_step = begin * P::WORD_STEPS;
+  const int lines_per_round = (int)ceil_div(num_lines(ahead), num_steps / ROUND_STEPS * ceil_div(num_rows, PANEL_ROWS));
+  for (int row = 0; row < num_rows; row += PANEL_ROWS) {
+    const uint32_t* x = item.packed_x(row);
+    float* partial = item.partial(row);
+    if (num_rows - row > W) {
+      many_rows_tile<P, TILE_VECTORS>(weight, x + first_step * PANEL_ROWS, num_steps, ahead, lines_per_round, begin == 0,
+                                      partial + place * PANEL_ROWS);
+    } else {
+      many_rows_tile<P, 1>(weight, x + first_step * W, num_steps, ahead, lines_per_round, begin == 0, partial + place * W);
+    }
+  }
+}
+
+// The sums of up to C vectors of rows with a strip's outputs, transposed, to where they belong.
+template <class T, int C>
+static void store_panel(const BatonLinear& args, int row, int num_rows, int output, int count, const float* partial) {
+  for (int c = 0; c < C; ++c) {
+    const int rows = (int)least(num_rows - c * W, W);
+    for (int at = 0; at < count; at += W) {
+      vf square[W];
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) square[i] = load(partial + ((at + i) * C + c) * W);
+      transpose(square);
+      T* const out = static_cast<T*>(args.out) + (row + c * W) * args.out_stride + output + at;
+      const float* bias = args.bias ? args.bias + output + at : nullptr;
+      if (rows == W && count - at >= W) {
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) store_outputs(out + i * args.out_stride, square[i], bias, W);
+      } else {
+        for (int i = 0; i < rows; ++i) store_outputs(out + i * args.out_stride, square[i], bias, count - at);
+      }
+    }
+  }
+}
+
+template <class P, class T>
+static void store_strip(LinearItem<P> item, int row, int num_rows, int output, int count) {
+  for (int at = 0; at < num_rows; at += PANEL_ROWS) {
+    const int left = num_rows - at;
+    if (left > W) {
+      store_panel<T, TILE_VECTORS>(item.plan.args, row + at, left, output, count, item.partial(at));
+    } else {
+      store_panel<T, 1>(item.plan.args, row + at, left, output, count, item.partial(at));
+    }
+  }
+}
+
+// What is read after words [begin, end) of the tile at `output`, in the strip from `strip` to `strip_end`.
+template <class P>
+static Ahead following(const LinearPlan<P>& plan, int strip, int strip_end, int output, int begin, int end,
+                       int piece_end) {
+  int next_output = output + TILE_OUTPUTS, next_word = begin;
+  if (next_output >= strip_end) {
+    next_word = end < plan.num_words ? end : 0;
+    next_output = next_word ? strip : strip_end;
+  }
+  if (next_output >= piece_end) return {};
+  const char* next = plan.weight(next_output, next_word);
+  const size_t piece_bytes = least(plan.chunk_words * 4, plan.row_bytes - next_word * 4);
+  return {next, next + piece_bytes, piece_bytes, plan.row_bytes, (int)least(piece_end - next_output, TILE_OUTPUTS)};
+}
+
+// Rows that are packed, the first of them `row`, with the outputs of one strip.
+template <class P>
+static void many_rows(LinearItem<P> item, int row, int num_rows, int strip, int strip_end, int piece_end) {
+  const LinearPlan<P>& plan = item.plan;
+  for (int begin = 0; begin < plan.num_words; begin += plan.chunk_words) {
+    const int end = (int)least(begin + plan.chunk_words, plan.num_words);
+    for (int output = strip; output < strip_end; output += TILE_OUTPUTS) {
+      const int count = (int)least(strip_end - output, TILE_OUTPUTS);
+      many_rows_chunk(item, num_rows, output, count, output - strip, begin, end,
+                      following(plan, strip, strip_end, output, begin, end, piece_end));
+    }
+  }
+  if (plan.args.out_dtype == BATON_FLOAT32) {
+    store_strip<P, float>(item, row, num_rows, strip, strip_end - strip);
+  } else {
+    store_strip<P, bf16>(item, row, num_rows, strip, strip_end - strip);
+  }
+}
+
+// ---- items
+
+template <class P>
+static void compute_item(const LinearPlan<P>& plan, int64_t index, void* scratch) {
+  const LinearItem<P> item = {plan, static_cast<char*>(scratch)};
+  const BatonLinear& args = plan.args;
+  const int row = (int)(index / plan.num_pieces) * plan.block_rows;
+  const int num_rows = (int)least(plan.num_rows - row, plan.block_rows);
+  const int begin = (int)(index % plan.num_pieces) * plan.piece_outputs;
+  const int end = (int)least(begin + plan.piece_outputs, args.num_outputs);
+  const int rest = num_rows % PANEL_ROWS;
+  const int num_few = rest <= MAX_FEW_ROWS ? rest : 0;
+  const int num_many = num_rows - num_few;
+  interleave_rows<P>(plan.x(row + num_many), args.x_stride, num_few, args.num_inputs, plan.num_words, item.few_x());
+  if (num_many == 0) return few_rows<P>(item, row, num_few, begin, end);
+  for (int at = 0; at < num_many; at += PANEL_ROWS) {
+    const int count = (int)least(num_many - at, PANEL_ROWS);
+    pack_panel<P>(plan.x(row + at), args.x_stride, count, args.num_inputs, plan.num_words, (int)ceil_div(count, W),
+                  item.packed_x(at));
+  }
+  for (int strip = begin; strip < end; strip += STRIP_OUTPUTS) {
+    const int strip_end = (int)least(strip + STRIP_OUTPUTS, end);
+    many_rows(item, row, num_many, strip, strip_end, end);
+    if (num_few) few_rows<P>(item, row + num_many, num_few, strip, strip_end);
+  }
+}
+
+static int64_t linear_num_items(const BatonLinear& args, int num_threads) {
+  if (args.dtype == BATON_FLOAT32) {
+    const LinearPlan<FloatProducts> plan(args, num_threads);
+    return plan.num_blocks * plan.num_pieces;
+  }
+  const LinearPlan<Bf16Products> plan(args, num_threads);
+  return plan.num_blocks * plan.num_pieces;
+}
+
+static size_t linear_scratch_size_bytes(const BatonLinear& args, int num_threads) {
+  if (args.dtype == BATON_FLOAT32) return LinearPlan<FloatProducts>(args, num_threads).scratch_size_bytes;
+  return LinearPlan<Bf16Products>(args, num_threads).scratch_size_bytes;
+}
+
+static void linear_item(const BatonLinear& args, int num_threads, int64_t item, void* scratch) {
+  if (args.dtype == BATON_FLOAT32) {
+    compute_item(LinearPlan<FloatProducts>(args, num_threads), item, scratch);
+  } else {
+    compute_item(LinearPlan<Bf16Products>(args, num_threads), item, scratch);
+  }
+}

@@ -1,0 +1,117 @@
+#include "program.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace baton {
+namespace {
+
+// Elements of an elementwise operation that are worth an item: a few microseconds, against some 0.2 for handing it over.
+constexpr int64_t WORK_PER_ITEM = 16384;
+
+template <class Args>
+const Args& args_of(const BatonOp& op) {
+  return *static_cast<const Args*>(op.args);
+}
+
+void select_rows(const BatonSelectRows& args, const BatonStep& step, int32_t begin, int32_t end) {
+  const char* source = static_cast<const char*>(args.source);
+  char* target = static_cast<char*>(args.target);
+  for (int32_t row = begin; row < end; ++row)
+    std::memcpy(target + row * args.target_stride_bytes, source + step.rows[row] * args.source_stride_bytes,
+                args.row_size_bytes);
+}
+
+}  // namespace
+
+int64_t Program::advance() {
+  if (is_started_) ++op_;
+  is_started_ = true;
+  for (; op_ != end_; ++op_) {
+    const int64_t count = prepare();
+    if (count > 1) return count;
+    if (count == 1) do_item(0);
+  }
+  return 0;
+}
+
+// The number of items of the operation at hand.
+int64_t Program::prepare() {
+  switch (op_->kind) {
+    case BATON_EMBED: return split_rows(step_.num_tokens, args_of<BatonEmbed>(*op_).size);
+    case BATON_SELECT_ROWS: {
+      const BatonSelectRows& args = args_of<BatonSelectRows>(*op_);
+      return split_rows(step_.num_selected, args.row_size_bytes / 4);
+    }
+    case BATON_ADD_NORM: {
+      const BatonAddNorm& args = args_of<BatonAddNorm>(*op_);
+      return split_rows(*args.num_rows, 2 * (int64_t)args.size);
+    }
+    case BATON_LINEAR: return table_.linear_num_items(args_of<BatonLinear>(*op_), num_threads_);
+    case BATON_ROTARY_WRITE: {
+      const BatonRotaryWrite& args = args_of<BatonRotaryWrite>(*op_);
+      return split_rows(step_.num_tokens, (int64_t)(args.num_heads + 2 * args.kv.num_kv_heads) * args.kv.head_dim);
+    }
+    case BATON_ATTENTION:
+      plan_attention(args_of<BatonAttention>(*op_));
+      return (int64_t)tiles_.size();
+    case BATON_GATED_ACTIVATION: {
+      const BatonGatedActivation& args = args_of<BatonGatedActivation>(*op_);
+      return split_rows(*args.num_rows, 4 * (int64_t)args.size);
+    }
+    case BATON_ARGMAX: {
+      const BatonArgmax& args = args_of<BatonArgmax>(*op_);
+      return split_rows(*args.num_rows, args.size);
+    }
+  }
+  return 0;
+}
+
+int64_t Program::split_rows(int32_t num_rows, int64_t work_per_row) {
+  num_rows_ = num_rows;
+  num_rows_per_item_ = (int32_t)std::clamp<int64_t>(WORK_PER_ITEM / std::max<int64_t>(work_per_row, 1), 1, 64);
+  return (num_rows + num_rows_per_item_ - 1) / num_rows_per_item_;
+}
+
+// Last query tile first: with causal attention it is the longest, and long items must not come last.
+void Program::plan_attention(const BatonAttention& args) {
+  tiles_.clear();
+  const int32_t tile_tokens = table_.attention_tile_tokens(args);
+  for (int32_t sequence = 0; sequence < step_.num_sequences; ++sequence) {
+    const int32_t num_tokens = step_.query_starts[sequence + 1] - step_.query_starts[sequence];
+    const int32_t num_tiles = (num_tokens + tile_tokens - 1) / tile_tokens;
+    for (int32_t kv_head = 0; kv_head < args.kv.num_kv_heads; ++kv_head) {
+      for (int32_t tile = num_tiles - 1; tile >= 0; --tile) {
+        const int32_t begin = tile * tile_tokens;
+        tiles_.push_back({sequence, kv_head, begin, std::min(begin + tile_tokens, num_tokens)});
+      }
+    }
+  }
+}
+
+void Program::do_item(int64_t item) {
+  const int32_t begin = (int32_t)item * num_rows_per_item_;
+  const int32_t end = std::min(begin + num_rows_per_item_, num_rows_);
+  switch (op_->kind) {
+    case BATON_EMBED: return table_.embed(args_of<BatonEmbed>(*op_), step_, begin, end);
+    case BATON_SELECT_ROWS: return select_rows(args_of<BatonSelectRows>(*op_), step_, begin, end);
+    case BATON_ADD_NORM: return table_.add_norm(args_of<BatonAddNorm>(*op_), begin, end);
+    case BATON_LINEAR: {
+      const BatonLinear& args = args_of<BatonLinear>(*op_);
+      void* const scratch = thread_scratch(table_.linear_scratch_size_bytes(args, num_threads_));
+      return table_.linear_item(args, num_threads_, item, scratch);
+    }
+    case BATON_ROTARY_WRITE: return table_.rotary_write(args_of<BatonRotaryWrite>(*op_), step_, begin, end);
+    case BATON_ATTENTION: {
+      const BatonAttention& args = args_of<BatonAttention>(*op_);
+      const AttentionTile* next = item + 1 < (int64_t)tiles_.size() ? &tiles_[item + 1] : nullptr;
+      return table_.attention_tile(args, step_, tiles_[item], next,
+                                   thread_scratch(table_.attention_scratch_size_bytes(args)));
+    }
+    case BATON_GATED_ACTIVATION:
+      return table_.gated_activation(args_of<BatonGatedActivation>(*op_), begin, end);
+    case BATON_ARGMAX: return table_.argmax(args_of<BatonArgmax>(*op_), begin, end);
+  }
+}
+
+}  // namespace baton

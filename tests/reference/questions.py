@@ -1,0 +1,61 @@
+"""Fifty questions with four answers each, the right one first: two hundred short texts. All written for this file."""
+
+from __future__ import annotations
+
+QUESTIONS: list[tuple[str, tuple[str, str, str, str]]] = [
+    ("What is the capital of France?", ("Paris", "Lyon", "Madrid", "Geneva")),
+    ("What is the capital of Japan?", ("Tokyo", "Kyoto", "Seoul", "Osaka")),
+    ("Which river flows through Cairo?", ("The Nile", "The Congo", "The Danube", "The Jordan")),
+    ("Which is the largest ocean?", ("The Pacific", "The Atlantic", "The Indian Ocean", "The Arctic")),
+    ("On which continent is Kenya?", ("Africa", "Asia", "Europe", "South America")),
+    ("What is the chemical symbol of gold?", ("Au", "Ag", "Go", "Pb")),
+    ("What is the chemical formula of water?", ("H2O", "CO2", "NaCl", "O2")),
+    ("Which gas do plants take in?", ("Carbon dioxide", "Nitrogen", "Helium", "Methane")),
+    ("At how many degrees Celsius does water boil at sea level?", ("100", "50", "212", "373")),
+    ("Which particle has a negative charge?", ("The electron", "The proton", "The neutron", "The photon")),
+    ("Which planet is closest to the sun?", ("Mercury", "Venus", "Mars", "Jupiter")),
+    ("Which planet has the most visible rings?", ("Saturn", "Earth", "Mars", "Mercury")),
+    ("What does the earth turn around?", ("The sun", "The moon", "Mars", "The north star")),
+    ("What force pulls things to the ground?", ("Gravity", "Magnetism", "Friction", "Lift")),
+    ("In which unit is electric current measured?", ("Ampere", "Volt", "Ohm", "Watt")),
+    ("How many sides has a hexagon?", ("Six", "Five", "Seven", "Eight")),
+    ("What is seven times eight?", ("56", "54", "63", "48")),
+    ("What is the square root of 81?", ("9", "8", "7", "18")),
+    ("Which of these is a prime number?", ("13", "12", "15", "21")),
+    ("How many degrees are there in a right angle?", ("90", "45", "180", "360")),
+    ("How many minutes are there in an hour?", ("60", "100", "24", "30")),
+    ("Who wrote Hamlet?", ("William Shakespeare", "Charles Dickens", "Jane Austen", "Homer")),
+    ("Who painted the Mona Lisa?", ("Leonardo da Vinci", "Claude Monet", "Pablo Picasso", "Rembrandt")),
+    ("Who wrote Don Quixote?", ("Miguel de Cervantes", "Dante", "Victor Hugo", "Goethe")),
+    ("How many strings has a violin?", ("Four", "Six", "Five", "Three")),
+    ("Which instrument has black and white keys?", ("The piano", "The flute", "The drum", "The harp")),
+    ("Which organ pumps blood?", ("The heart", "The liver", "The lung", "The kidney")),
+    ("Which vitamin does sunlight help the skin to make?", ("Vitamin D", "Vitamin C", "Vitamin A", "Vitamin K")),
+    ("What carries oxygen in the blood?", ("Red blood cells", "White blood cells", "Platelets", "Nerves")),
+    ("How many legs has a spider?", ("Eight", "Six", "Ten", "Four")),
+    ("Which animal is the tallest?", ("The giraffe", "The horse", "The lion", "The bear")),
+    ("What do bees make?", ("Honey", "Milk", "Silk", "Wool")),
+    ("What is a young dog called?", ("A puppy", "A kitten", "A calf", "A foal")),
+    ("Which of these animals is a mammal?", ("The whale", "The shark", "The frog", "The eagle")),
+    ("In which year did the Second World War end?", ("1945", "1918", "1939", "1963")),
+    ("Who was the first president of the United States?", ("Washington", "Lincoln", "Jefferson", "Kennedy")),
+    ("Who was the first to walk on the moon?", ("Neil Armstrong", "Yuri Gagarin", "Isaac Newton", "Marco Polo")),
+    ("Which wall came down in 1989?", ("The Berlin Wall", "Hadrian's Wall", "The Great Wall", "The city wall of York")),
+    ("What was the language of ancient Rome?", ("Latin", "Greek", "German", "Arabic")),
+    ("Which language is spoken in Brazil?", ("Portuguese", "Spanish", "French", "Italian")),
+    ("What is the opposite of hot?", ("Cold", "Warm", "Wet", "Loud")),
+    ("What is the past tense of go?", ("Went", "Goed", "Gone", "Going")),
+    ("What is the plural of mouse?", ("Mice", "Mouses", "Meese", "Mouse")),
+    ("Which colour do blue and yellow make?", ("Green", "Red", "Purple", "Orange")),
+    ("What is the currency of Japan?", ("The yen", "The euro", "The peso", "The rupee")),
+    ("What rises when prices rise in general?", ("Inflation", "Gravity", "Rainfall", "Altitude")),
+    ("What does a court interpret?", ("The law", "The weather", "Music", "Recipes")),
+    ("What does CPU stand for?", ("Central processing unit", "Computer power usage", "Core print unit", "Cable port")),
+    ("Which number system do computers use inside?", ("Binary", "Decimal", "Roman", "Base sixty")),
+    ("Which data structure is first in, first out?", ("A queue", "A stack", "A tree", "A set")),
+]
+
+
+def texts() -> list[str]:
+    """Each question with each of its answers, in order."""
+    return [f"Question: {question}\nAnswer: {answer}." for question, answers in QUESTIONS for answer in answers]
