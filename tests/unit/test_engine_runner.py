@@ -39,7 +39,9 @@ def make_builder() -> StepTensorBuilder:
 
 def test_builds_a_mixed_step() -> None:
     steps = plan(
-        make_step([50], 5, [9, 3, 8]), make_step([60, 61, 62], 2, [4, 7]), make_step([63] * 5, 14, range(10, 17), sample=False)
+        make_step([50], 5, [9, 3, 8]),
+        make_step([60, 61, 62], 2, [4, 7]),
+        make_step([63] * 5, 14, range(10, 17), sample=False),
     )
     batch = make_builder().build(steps)
     assert (batch.num_tokens, batch.num_sequences, batch.num_selected) == (9, 3, 2)
