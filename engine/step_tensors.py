@@ -70,7 +70,7 @@ class StepTensorBuilder:
         num_blocks = -(-end // block_size)
         assert num_blocks <= len(block_table), "the block table does not cover the step's tokens"
         # The kernels read and write where they are told to: a wrong id would reach memory at large.
-        assert 0 <= min(token_ids) and max(token_ids) < self._vocab_size, "no such token"
+        assert min(token_ids) >= 0 and max(token_ids) < self._vocab_size, "no such token"
         if len(token_ids) == 1:
             arrays.ids[token] = token_ids[0]
             arrays.positions[token] = start
@@ -90,7 +90,7 @@ class StepTensorBuilder:
         if len(tables) > len(arrays.block_tables):
             arrays.block_tables = np.zeros(2 * len(tables), dtype=np.int32)
             self._batch = None
-        assert not tables or (0 <= min(tables) and max(tables) < self._num_blocks), "no such block"
+        assert not tables or (min(tables) >= 0 and max(tables) < self._num_blocks), "no such block"
         arrays.block_tables[: len(tables)] = tables
 
     def _reserve(self, num_tokens: int, num_sequences: int) -> _Arrays:

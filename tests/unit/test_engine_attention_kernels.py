@@ -134,9 +134,7 @@ def attention_case(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("window", [0, 1, 50])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attention_matches_reference(
-    isa: str, dtype: DtypeName, window: int, shape: tuple[int, int, int, int]
-) -> None:
+def test_attention_matches_reference(isa: str, dtype: DtypeName, window: int, shape: tuple[int, int, int, int]) -> None:
     backends = [NativeCpuBackend(num_threads, isa) for num_threads in (1, 3)]
     for kind in SPAN_KINDS:
         case = attention_case(dtype, window, kind, *shape)

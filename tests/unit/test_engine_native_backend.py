@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import weakref
@@ -241,7 +242,7 @@ def test_without_rows_a_step_ends_at_its_mark(native: NativeCpuBackend) -> None:
 
 def test_a_recording_runs_steps_of_any_size_and_keeps_what_it_needs(native: NativeCpuBackend) -> None:
     decoder = SmallDecoder("bfloat16")
-    step = native.compile(lambda: decoder.body(native))
+    step = native.compile(functools.partial(decoder.body, native))
     embedding = weakref.ref(decoder.embedding)
     whole = mixed_batch()
     step.run(whole)
