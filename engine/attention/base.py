@@ -72,7 +72,7 @@ class Backend(Protocol):
         """End the sequence here if no logits are wanted (R = 0): the rest would compute nothing that is used."""
 
     def embed(self, table_VE: torch.Tensor, scale: float, residual_NE: torch.Tensor) -> None:
-        """residual = table[ids] * scale, in float32, for the step's tokens; `scale` is of the table's dtype."""
+        """residual = table[ids] * scale, in float32, for all the tokens; `scale` is a number of the table's dtype."""
 
     def select_rows(self, source_NX: torch.Tensor, target_NX: torch.Tensor) -> None:
         """target[r] = source[rows_R[r]], for r < R; any dtype, the same of both. They must not overlap."""

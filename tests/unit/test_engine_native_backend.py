@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import weakref
@@ -10,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.attention.base import Activation, Backend, CompiledStep, Rows
+from engine.attention.base import Activation, Backend, Rows
 from engine.attention.batch import StepBatch
 from engine.attention.cpu import NativeCpuBackend
 from engine.attention.kv_cache import TORCH_DTYPES, KVCache, KVLayout
@@ -240,14 +241,13 @@ def test_without_rows_a_step_ends_at_its_mark(native: NativeCpuBackend) -> None:
 
 
 def test_a_recording_runs_steps_of_any_size_and_keeps_what_it_needs(native: NativeCpuBackend) -> None:
-    def record() -> tuple[CompiledStep, torch.Tensor, weakref.ref[torch.Tensor]]:
-        decoder = SmallDecoder("bfloat16")
-        step = native.compile(lambda: decoder.body(native))
-        return step, decoder.logits, weakref.ref(decoder.embedding)
-
-    step, logits, embedding = record()
-    step.run(mixed_batch())
-    expected = logits.clone()
+    decoder = SmallDecoder("bfloat16")
+    step = native.compile(functools.partial(decoder.body, native))
+    embedding = weakref.ref(decoder.embedding)
+    whole = mixed_batch()
+    step.run(whole)
+    logits, expected = decoder.logits, decoder.logits.clone()
+    del decoder
     gc.collect()
     assert embedding() is not None
     small = make_batch([(3, 1)], block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, vocab_size=30, draw=random.Random(4))

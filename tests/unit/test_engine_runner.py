@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import mmap
+import random
 from pathlib import Path
 
 import pytest
 import torch
 
+from engine.attention.native_library import KernelsUnavailableError, load_kernels
 from engine.core.sampling import SamplingParams
 from engine.core.step import SequenceStep, StepPlan
 from engine.runner import Runner, kv_block_size_bytes
@@ -216,3 +218,31 @@ def test_arrays_grow_and_are_reused(runner: Runner) -> None:
     tokens = [runner.run(plan(make_step(range(3, 3 + n), 0, range(8)))).tokens[0] for n in (2, 60, 2, 3, 60)]
     assert tokens[0] == tokens[2]
     assert tokens[1] == tokens[4]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_do_not_depend_on_how_a_prompt_is_cut(model_dir: Path, dtype: str) -> None:
+    """In one chunk, in random chunks, token by token, and in company: with the native kernels equal bit for bit."""
+    try:
+        load_kernels()
+    except KernelsUnavailableError as error:
+        pytest.skip(str(error))
+    runner = Runner.from_directory(model_dir, dtype, 32, BLOCK_SIZE, 2)
+    draw = random.Random(1)
+    prompt = [draw.randrange(3, 96) for _ in range(100)]
+    table = list(range(13))
+
+    def last_logits(ends: list[int], company: list[SequenceStep]) -> torch.Tensor:
+        runner.cache.pool_BLKCSD.fill_(float("nan"))
+        for start, end in zip([0, *ends], ends, strict=False):
+            logits = runner.logits(plan(make_step(prompt[start:end], start, table), *company))
+        return logits[0]
+
+    expected = last_logits([100], [])
+    assert expected.isfinite().all()
+    beside = [make_step([5, 6, 7] * 5, 0, [20, 21], request_id="a"), make_step([9], 0, [22], request_id="b")]
+    assert torch.equal(last_logits([100], beside), expected)
+    assert torch.equal(last_logits(list(range(1, 101)), []), expected)
+    for _ in range(5):
+        ends = [*sorted(draw.sample(range(1, 100), draw.randint(1, 9))), 100]
+        assert torch.equal(last_logits(ends, beside), expected), ends

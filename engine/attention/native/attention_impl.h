@@ -235,10 +235,15 @@ static void attend(const BatonAttention& args, const BatonStep& step, const Atte
   Fetcher fetcher;
   const KeySource<T> source = key_source<T>(args, step, tile);
   const KeySource<T> source_of_next = key_source<T>(args, step, next ? *next : tile);
+  const KeyPlace<T> start_of_next = {&source_of_next,
+                                     next ? first_key_tile(args, step, *next) : source_of_next.end};
+  auto place_after = [&](const KeyPlace<T>& place) __attribute__((always_inline)) -> KeyPlace<T> {
+    const KeyPlace<T> after = {place.source, place.position + KEY_TILE};
+    return after.position < after.source->end || after.source == &source_of_next ? after : start_of_next;
+  };
   for (int first = first_key_tile(args, step, tile); first < source.end; first += KEY_TILE) {
-    const bool is_last = first + KEY_TILE >= source.end;
-    const int ahead_first = !is_last ? first + KEY_TILE : next ? first_key_tile(args, step, *next) : source.end;
-    Fetcher::begin(fetcher, is_last ? source_of_next : source, ahead_first);
+    const KeyPlace<T> ahead = place_after({&source, first});
+    Fetcher::begin(fetcher, ahead, place_after(ahead));
     if (rows > ROWS) {
       while (Fetcher::step(fetcher)) continue;
       attend_tile<Words>(args, shape, scratch, source, first, rows, [] {});

@@ -170,6 +170,13 @@ static void pack_value_tile(const KeyTile<T>& tile, int dim, int padded_dim, flo
     });
 }
 
+// The key tile of a source that begins at a position; none if that is not before the source's end.
+template <class T>
+struct KeyPlace {
+  const KeySource<T>* source;
+  int position;
+};
+
 // Asks the cache for the keys and values of the tile after the one at hand. In decode each is read once, from another
 // page, which the machine's own prefetcher does not foresee; and a core cannot wait for many lines at once, so that
 // memory would idle if they were asked for in one go. So it is done a few at a time, in the loops of the products. Of the
@@ -184,22 +191,24 @@ struct Fetcher {
   int num_groups;
   const char* groups[KEY_TILE / W];
 
-  // From `position` on, as far as the keys exist.
+  // `after` is the tile after the one to fetch.
   template <class T>
-  BATON_INLINE void begin(Fetcher& fetcher, const KeySource<T>& source, int position) {
+  BATON_INLINE void begin(Fetcher& fetcher, const KeyPlace<T>& place, const KeyPlace<T>& after) {
+    const BatonKVLayer& kv = place.source->kv;
     fetcher.next = fetcher.group_end = nullptr;
-    fetcher.to_value_bytes = source.kv.kv_stride * sizeof(T);
-    fetcher.group_size_bytes = W * source.kv.slot_stride * sizeof(T);
+    fetcher.to_value_bytes = kv.kv_stride * sizeof(T);
+    fetcher.group_size_bytes = W * kv.slot_stride * sizeof(T);
     fetcher.group = fetcher.num_groups = 0;
     int run;
-    for (int at = 0; at < KEY_TILE && position + at < source.end; at += W)
+    for (int at = 0; at < KEY_TILE && place.position + at < place.source->end; at += W)
       fetcher.groups[fetcher.num_groups++] =
-          reinterpret_cast<const char*>(KeySource<T>::find(source, position + at, &run));
-    for (int at = KEY_TILE; at < 2 * KEY_TILE && position + at < source.end; at += W) {
-      const char* key = reinterpret_cast<const char*>(KeySource<T>::find(source, position + at, &run));
-      for (int line = 0; line < fetcher.group_size_bytes; line += 4 * CACHE_LINE_BYTES) {
-        __builtin_prefetch(key + line);
-        __builtin_prefetch(key + fetcher.to_value_bytes + line);
+          reinterpret_cast<const char*>(KeySource<T>::find(*place.source, place.position + at, &run));
+    for (int at = 0; at < KEY_TILE && after.position + at < after.source->end; at += W) {
+      const T* key = KeySource<T>::find(*after.source, after.position + at, &run);
+      const char* line = reinterpret_cast<const char*>(key);
+      for (const char* end = line + fetcher.group_size_bytes; line < end; line += 4 * CACHE_LINE_BYTES) {
+        __builtin_prefetch(line);
+        __builtin_prefetch(line + fetcher.to_value_bytes);
       }
     }
   }

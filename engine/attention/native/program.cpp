@@ -73,20 +73,23 @@ int64_t Program::split_rows(int32_t num_rows, int64_t work_per_row) {
   return (num_rows + num_rows_per_item_ - 1) / num_rows_per_item_;
 }
 
-// Last query tile first: with causal attention it is the longest, and long items must not come last.
 void Program::plan_attention(const BatonAttention& args) {
   tiles_.clear();
   const int32_t tile_tokens = table_.attention_tile_tokens(args);
   for (int32_t sequence = 0; sequence < step_.num_sequences; ++sequence) {
     const int32_t num_tokens = step_.query_starts[sequence + 1] - step_.query_starts[sequence];
-    const int32_t num_tiles = (num_tokens + tile_tokens - 1) / tile_tokens;
-    for (int32_t kv_head = 0; kv_head < args.kv.num_kv_heads; ++kv_head) {
-      for (int32_t tile = num_tiles - 1; tile >= 0; --tile) {
-        const int32_t begin = tile * tile_tokens;
+    for (int32_t kv_head = 0; kv_head < args.kv.num_kv_heads; ++kv_head)
+      for (int32_t begin = 0; begin < num_tokens; begin += tile_tokens)
         tiles_.push_back({sequence, kv_head, begin, std::min(begin + tile_tokens, num_tokens)});
-      }
-    }
   }
+  if (num_threads_ == 1) return;
+  // Long tiles first: a thread that took one last would keep the others waiting.
+  auto cost = [&](const AttentionTile& tile) {
+    const int64_t num_keys = step_.context_starts[tile.sequence] + tile.end;
+    return (args.window > 0 ? std::min<int64_t>(num_keys, args.window) : num_keys) * (tile.end - tile.begin);
+  };
+  std::stable_sort(tiles_.begin(), tiles_.end(),
+                   [&](const AttentionTile& a, const AttentionTile& b) { return cost(a) > cost(b); });
 }
 
 void Program::do_item(int64_t item) {
@@ -104,7 +107,9 @@ void Program::do_item(int64_t item) {
     case BATON_ROTARY_WRITE: return table_.rotary_write(args_of<BatonRotaryWrite>(*op_), step_, begin, end);
     case BATON_ATTENTION: {
       const BatonAttention& args = args_of<BatonAttention>(*op_);
-      const AttentionTile* next = item + 1 < (int64_t)tiles_.size() ? &tiles_[item + 1] : nullptr;
+      // Threads take tiles in turn, more or less.
+      const int64_t after = item + num_threads_;
+      const AttentionTile* next = after < (int64_t)tiles_.size() ? &tiles_[after] : nullptr;
       return table_.attention_tile(args, step_, tiles_[item], next,
                                    thread_scratch(table_.attention_scratch_size_bytes(args)));
     }
