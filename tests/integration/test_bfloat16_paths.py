@@ -1,8 +1,8 @@
-"""In bfloat16 the path changes low bits, never the choice between clearly different tokens.
+"""In bfloat16 too, the path changes nothing: the logits of every position are the same to the last bit.
 
-Both paths are forced along the float32 reference tokens. *Apart*: the prompt in chunks on one runner, its blocks
-copied to other blocks of a second runner's pool, which decodes several sequences in one batch. *Single*: one runner,
-the prompt in one piece, every sequence by itself.
+Both paths are forced along the float32 reference tokens, so that they can be compared to the end whatever happens.
+*Apart*: the prompt in chunks on one runner, its blocks copied to other blocks of a second runner's pool, which decodes
+several sequences in one batch. *Single*: one runner, the prompt in one piece, every sequence by itself.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ from tests.support.engine_model import make_step, real_model_dir, reference
 BLOCK_SIZE = 16
 CHUNK = 256
 BATCH = 6
-MIN_AGREEMENT = 0.99
-NEAR_TIE = 0.2
-"""Difference of two logits of about 20 that activations of 8 bits can turn round; the largest seen is 0.12."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +68,7 @@ def _apart(prefill: Runner, decode: Runner, entries: list[dict[str, Any]]) -> li
 
 
 @pytest.mark.timeout(600)
-def test_apart_and_single_choose_alike_but_for_near_ties(model_dir: Path) -> None:
+def test_apart_and_single_have_the_same_logits(model_dir: Path) -> None:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -85,12 +82,9 @@ def test_apart_and_single_choose_alike_but_for_near_ties(model_dir: Path) -> Non
             for entry, apart_PV in zip(batch, _apart(prefill, decode, batch), strict=True):
                 single_PV = _single(single, entry)
                 num_positions += len(single_PV)
-                for position in torch.nonzero(single_PV.argmax(-1) != apart_PV.argmax(-1)).flatten().tolist():
-                    top = single_PV[position].topk(2).values
-                    differing.append((entry["name"], position, float(top[0] - top[1])))
+                is_equal_P = (single_PV == apart_PV).all(dim=-1)
+                differing += [(entry["name"], position) for position in torch.nonzero(~is_equal_P).flatten().tolist()]
     finally:
         torch.set_num_threads(num_threads)
-    print(f"{len(differing)} of {num_positions} positions differ: {differing}")
     assert num_positions > 1500
-    assert len(differing) <= (1 - MIN_AGREEMENT) * num_positions, differing
-    assert all(margin <= NEAR_TIE for _, _, margin in differing), differing
+    assert not differing
