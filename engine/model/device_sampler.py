@@ -7,8 +7,8 @@ tokens that are reported as likeliest, the lowest ids come first among equals, a
 
 Nothing waits for the device but the transfer of what was drawn. Not yet run on a GPU.
 
-Axes: R sampled rows, C choices of a row, D rows of these that draw at random, V vocabulary, N edits of single logits, L rows whose
-log-probabilities are wanted.
+Axes: R sampled rows, C choices of a row, D rows of these that draw at random, V vocabulary, N edits of single logits,
+L rows whose log-probabilities are wanted.
 """
 
 from __future__ import annotations

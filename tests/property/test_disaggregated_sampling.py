@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from cluster.core.ids import Outcome
 from cluster.core.token_messages import PROMPT_CHOICE, TokenInfo
+from engine.attention.torch_reference import TorchReferenceBackend
 from engine.core.request import RequestBody, Sibling
 from engine.core.sampling import SamplingParams
 from engine.core.step import SampledToken, ScoredToken, SequenceStep
@@ -26,7 +27,7 @@ from tests.support.worker_pair import BLOCK_SIZE, World, answer_name, delivered_
 
 VOCABULARY_SIZE = 40
 EOS = (3, 8)
-SAMPLER = Sampler(EOS)
+SAMPLER = Sampler(EOS, TorchReferenceBackend().argmax)
 
 ids = st.integers(0, VOCABULARY_SIZE - 1)
 parameters = st.fixed_dictionaries(

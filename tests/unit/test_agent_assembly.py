@@ -52,7 +52,7 @@ def engine() -> Any:
 
 @pytest.mark.parametrize(("device", "accepts"), [("cpu", (Reserve, RunLocal)), ("cuda", (RunLocal,))])
 def test_pushes_are_for_host_memory(device: str, accepts: tuple[type, ...]) -> None:
-    config = state_config(dataclasses.replace(SETTINGS, device=device), DECODE, engine(), "127.0.0.1:2")
+    config = state_config(dataclasses.replace(SETTINGS, device=device), DECODE, engine(), "127.0.0.1:2", "127.0.0.1:3")
     assert config.accepts == accepts
 
 

@@ -62,9 +62,7 @@ def test_tokens_are_the_same_with_the_exponentials_as_they_are() -> None:
         logits = random_logits(seed, len(steps), 500)
         pairs = zip(DEVICE.sample(logits.clone(), steps), HOST.sample(logits.clone(), steps), strict=True)
         num_different += sum(
-            ours.token_id != theirs.token_id
-            for of_row in pairs
-            for ours, theirs in zip(*of_row, strict=True)
+            ours.token_id != theirs.token_id for of_row in pairs for ours, theirs in zip(*of_row, strict=True)
         )
     assert num_different <= 2
 

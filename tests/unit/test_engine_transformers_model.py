@@ -176,7 +176,7 @@ def test_layers_are_told_in_order_also_when_no_logits_are_wanted(gpt_neox: Path)
         told.append((layer, float(runner.cache.layer_BKCSD(layer)[4].abs().sum())))
 
     step = make_step(first, 0, [4, 5, 6, 7, 8], sample=False)
-    assert runner.run(StepPlan(step_id=0, sequences=[step]), on_layer_written).tokens == [None]
+    assert runner.run(StepPlan(step_id=0, sequences=[step]), on_layer_written).tokens == [()]
     assert [layer for layer, _ in told] == [0, 1, 2] and all(written > 0 for _, written in told)
     in_chunks = runner.logits(StepPlan(step_id=1, sequences=[make_step(second, 40, [4, 5, 6, 7, 8])]))
     whole = runner.logits(StepPlan(step_id=2, sequences=[make_step([*first, *second], 0, [9, 10, 11, 12, 13])]))
