@@ -45,6 +45,8 @@ X86_UNITS: dict[str, tuple[str, ...]] = {
     "kernels_avx2.cpp": AVX2_FLAGS,
     "kernels_avx512.cpp": AVX512_FLAGS,
     "kernels_avx512_bf16.cpp": (*AVX512_FLAGS, "-mavx512bf16"),
+    "kernels_amx.cpp": (*AVX512_FLAGS, "-mavx512bf16"),
+    "amx.cpp": (),
 }
 
 

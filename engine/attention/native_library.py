@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.attention.build import BUILD_DIR, library_name
 from engine.attention.native_structs import OpStruct, StepStruct
 
-ISA_NAMES = ("generic", "avx2", "avx512", "avx512_bf16")
+ISA_NAMES = ("generic", "avx2", "avx512", "avx512_bf16", "amx")
 """Worst first; the index is the number that the library knows it by."""
 
 

@@ -14,6 +14,7 @@ import torch
 from engine.attention.base import Rows
 from engine.attention.cpu import NativeCpuBackend
 from engine.attention.native_library import ISA_NAMES, KernelsUnavailableError, load_kernels, supported_isas
+from tests.support.products import SHAPES, check_against_float64, randn
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 NAN = float("nan")
@@ -40,10 +41,6 @@ def isa(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def randn(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator).to(dtype)
-
-
 def product(
     backend: NativeCpuBackend,
     x_NI: torch.Tensor,
@@ -54,47 +51,6 @@ def product(
     out_NO = torch.full((len(x_NI), len(weight_OI)), NAN, dtype=out_dtype)
     backend.linear(x_NI, weight_OI, bias_O, out_NO, Rows.ALL)
     return out_NO
-
-
-def check_against_float64(
-    found_NO: torch.Tensor, x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
-) -> None:
-    """Within the bound that holds for float32 sums in any order, plus the rounding of the result to bfloat16."""
-    wide_x_NI, wide_weight_OI = x_NI.double(), weight_OI.double()
-    exact_NO = wide_x_NI @ wide_weight_OI.T
-    magnitude_NO = wide_x_NI.abs() @ wide_weight_OI.abs().T
-    if bias_O is not None:
-        exact_NO += bias_O
-        magnitude_NO += bias_O.abs()
-    bound_NO = magnitude_NO * (x_NI.shape[1] + 2) * 2.0**-24
-    if found_NO.dtype == BFLOAT16:
-        bound_NO = bound_NO * 1.01 + exact_NO.abs() * 2.0**-8
-    error_NO = (found_NO.double() - exact_NO).abs()
-    assert bool((error_NO <= bound_NO).all()), f"{float((error_NO / bound_NO).max())} times the bound"
-
-
-# Remainders of squares, tiles, strips, panels and chunks, of widths 4, 8 and 16. (N, I, O).
-SHAPES = [
-    (1, 1, 1),
-    (1, 7, 17),
-    (2, 33, 15),
-    (3, 64, 48),
-    (4, 100, 12),
-    (5, 31, 31),
-    (8, 576, 96),
-    (12, 66, 100),
-    (13, 32, 257),
-    (16, 45, 50),
-    (23, 63, 19),
-    (29, 2, 5),
-    (32, 128, 144),
-    (44, 576, 60),
-    (45, 17, 49),
-    (80, 96, 1),
-    (6, 2561, 20),
-    (37, 1600, 61),
-    (401, 1040, 13),
-]
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)

@@ -1,4 +1,7 @@
 // The C entry points.
+#ifdef BATON_HAVE_X86
+#include "amx.h"
+#endif
 #include "kernel_table.h"
 #include "kernels.h"
 #include "program.h"
@@ -10,6 +13,7 @@ namespace {
 const KernelTable& table_of(int32_t isa) {
   switch (isa) {
 #ifdef BATON_HAVE_X86
+    case BATON_AMX: return amx_table();
     case BATON_AVX512_BF16: return avx512_bf16::table;
     case BATON_AVX512: return avx512::table;
     case BATON_AVX2: return avx2::table;
@@ -37,7 +41,9 @@ int32_t baton_isa_supported(int32_t isa) {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (isa == BATON_AVX2) return avx2;
   if (isa == BATON_AVX512) return avx512;
-  if (isa == BATON_AVX512_BF16) return avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (isa == BATON_AVX512_BF16) return avx512_bf16;
+  if (isa == BATON_AMX) return avx512_bf16 && baton::is_amx_supported();
 #endif
   return 0;
 }

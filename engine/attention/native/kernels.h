@@ -24,6 +24,7 @@ enum BatonIsa : int32_t {
   BATON_AVX2 = 1,
   BATON_AVX512 = 2,
   BATON_AVX512_BF16 = 3,
+  BATON_AMX = 4,
 };
 
 // One step's tokens: engine.attention.batch.StepBatch, whose names these are.

@@ -1,6 +1,4 @@
 // Vectors of 8 floats, 16 registers: 6 x 2 sums, 2 columns.
-#include <immintrin.h>
-
 #define BATON_ISA_NAMESPACE avx2
 #define BATON_WIDTH 8
 #define BATON_ROWS 6

@@ -1,6 +1,4 @@
 // As avx512, with products of bfloat16 pairs that are summed in float32 (vdpbf16ps).
-#include <immintrin.h>
-
 #define BATON_ISA_NAMESPACE avx512_bf16
 #define BATON_WIDTH 16
 #define BATON_ROWS 6

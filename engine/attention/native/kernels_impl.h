@@ -2,7 +2,7 @@
 // BATON_ROWS and BATON_COLUMNS (the register tile), and is compiled with that instruction set's flags.
 #include <cstddef>
 #include <cstdint>
-#if BATON_WIDTH == 16
+#if BATON_WIDTH >= 8
 #include <immintrin.h>
 #endif
 

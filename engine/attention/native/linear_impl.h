@@ -13,8 +13,13 @@
 // Included inside `namespace baton::BATON_ISA_NAMESPACE { namespace {`, after simd.h.
 #include "linear_tiles.h"
 
+#ifdef BATON_AMX_TILES
+constexpr int MAX_FEW_ROWS = 0;
+constexpr int STRIP_OUTPUTS = 2 * TILE_OUTPUTS;
+#else
 constexpr int MAX_FEW_ROWS = W == 16 ? 12 : W;
 constexpr int STRIP_OUTPUTS = 3 * W;              // whole tiles of either kind
+#endif
 constexpr int MAX_CHUNK_WORDS = 512;              // of a row of the weight
 constexpr int PACKED_CHUNK_BYTES = 384 * 1024;    // of rows of x, if they are many
 constexpr int MIN_ITEM_WEIGHT_BYTES = 64 * 1024;  // some microseconds of reading
@@ -33,13 +38,13 @@ struct LinearPlan {
 
   const BatonLinear& args;
   int num_rows;
-  int num_words;    // of a row, filled up to whole squares with zeros
+  int num_words;    // of a row, filled up to whole granules with zeros
   int chunk_words;  // whole vectors; the last chunk may be shorter
   int block_rows;
   int64_t num_blocks;
   int piece_outputs;
   int64_t num_pieces;
-  bool is_whole_squares;  // the weight's rows need no filling up
+  bool has_whole_granules;  // the weight's rows need no filling up
   size_t row_bytes;       // of the weight
   size_t copy_stride_bytes;
   // Offsets in an item's scratch memory.
@@ -50,9 +55,9 @@ struct LinearPlan {
   size_t scratch_size_bytes;
 
   LinearPlan(const BatonLinear& args, int num_threads) : args(args), num_rows(*args.num_rows) {
-    const int square_elements = SQUARE_WORDS * P::WORD_ELEMENTS;
-    num_words = (int)round_up(args.num_inputs, square_elements) / P::WORD_ELEMENTS;
-    is_whole_squares = args.num_inputs % square_elements == 0;
+    const int granule_elements = GRANULE_WORDS * P::WORD_ELEMENTS;
+    num_words = (int)round_up(args.num_inputs, granule_elements) / P::WORD_ELEMENTS;
+    has_whole_granules = args.num_inputs % granule_elements == 0;
     chunk_words = (int)round_up(ceil_div(num_words, ceil_div(num_words, MAX_CHUNK_WORDS)), W);
     row_bytes = args.num_inputs * sizeof(element);
     copy_stride_bytes = chunk_words * P::WORD_STEPS * 4 + CACHE_LINE_BYTES;
@@ -140,7 +145,7 @@ BATON_INLINE void store_outputs(T* out, vf sums, const float* bias, int count) {
 template <class P, int R>
 static void few_rows_sums(LinearItem<P> item, int output, int count) {
   const LinearPlan<P>& plan = item.plan;
-  if (count == W && plan.is_whole_squares)
+  if (count == W && plan.has_whole_granules)
     return few_rows_tile<P, R>({plan.weight(output, 0), plan.row_bytes}, item.few_x(), plan.num_words, true, true,
                                item.partial(0));
   for (int begin = 0; begin < plan.num_words; begin += plan.chunk_words) {
@@ -191,7 +196,7 @@ static void many_rows_chunk(LinearItem<P> item, int num_rows, int output, int co
                             Ahead ahead) {
   const LinearPlan<P>& plan = item.plan;
   constexpr bool IS_WIDENED = P::WORD_STEPS == 2;
-  const WordRows weight = !IS_WIDENED && count == TILE_OUTPUTS && plan.is_whole_squares
+  const WordRows weight = !IS_WIDENED && count == TILE_OUTPUTS && plan.has_whole_granules
                               ? WordRows{plan.weight(output, begin), plan.row_bytes}
                               : copy_weight<P, IS_WIDENED>(item, output, count, TILE_OUTPUTS, begin, end);
   const int num_steps = (end - begin) * P::WORD_STEPS, first_step = begin * P::WORD_STEPS;
@@ -303,13 +308,16 @@ static void compute_item(const LinearPlan<P>& plan, int64_t index, void* scratch
   }
 }
 
-static int64_t linear_num_items(const BatonLinear& args, int num_threads) {
-  if (args.dtype == BATON_FLOAT32) {
-    const LinearPlan<FloatProducts> plan(args, num_threads);
-    return plan.num_blocks * plan.num_pieces;
-  }
-  const LinearPlan<Bf16Products> plan(args, num_threads);
+template <class P>
+static int64_t num_items_of(const LinearPlan<P>& plan) {
   return plan.num_blocks * plan.num_pieces;
+}
+
+#ifndef BATON_AMX_TILES
+
+static int64_t linear_num_items(const BatonLinear& args, int num_threads) {
+  if (args.dtype == BATON_FLOAT32) return num_items_of(LinearPlan<FloatProducts>(args, num_threads));
+  return num_items_of(LinearPlan<Bf16Products>(args, num_threads));
 }
 
 static size_t linear_scratch_size_bytes(const BatonLinear& args, int num_threads) {
@@ -324,3 +332,5 @@ static void linear_item(const BatonLinear& args, int num_threads, int64_t item, 
     compute_item(LinearPlan<Bf16Products>(args, num_threads), item, scratch);
   }
 }
+
+#endif

@@ -4,8 +4,7 @@
 
 constexpr int LANE_WORDS = 4;                         // of 128 bits, within which x86 shuffles best
 constexpr int SQUARE_WORDS = W == 16 ? 8 : 4;         // that few_rows_tile takes of W rows of the weight at a time
-constexpr int TILE_OUTPUTS = W >= 8 ? W * 3 / 4 : 6;  // of many_rows_tile: times TILE_VECTORS, 3/4 of the registers
-constexpr int TILE_VECTORS = 2;
+constexpr int TILE_VECTORS = 2;                       // of rows of x, in many_rows_tile
 constexpr int PANEL_ROWS = TILE_VECTORS * W;
 
 BATON_INLINE vu load_words(const void* p) {
@@ -64,8 +63,8 @@ struct WordRows {
 // Words of two rows beside each other, half a vector of each. Where half a vector is no whole lane: of the first only.
 BATON_INLINE vu load_two_rows(const char* first, const char* second) {
 #if BATON_WIDTH == 16
-  const __m512i low = _mm512_maskz_broadcast_i64x4(0xff, _mm256_loadu_si256((const __m256i*)first));
-  return (vu)_mm512_maskz_inserti64x4(0xff, low, _mm256_loadu_si256((const __m256i*)second), 1);
+  const __m512i low = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)first));
+  return (vu)_mm512_inserti64x4(low, _mm256_loadu_si256((const __m256i*)second), 1);
 #elif BATON_WIDTH == 8
   const __m256i low = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)first));
   return (vu)_mm256_inserti128_si256(low, _mm_loadu_si128((const __m128i*)second), 1);
@@ -188,7 +187,13 @@ BATON_INLINE void fetch(Ahead& ahead, int num_lines) {
   }
 }
 
-constexpr int ROUND_STEPS = 4;  // of many_rows_tile between two fetches
+#ifdef BATON_AMX_TILES
+#include "linear_amx.h"
+#else
+
+constexpr int GRANULE_WORDS = SQUARE_WORDS;           // of which the tiles take whole numbers
+constexpr int TILE_OUTPUTS = W >= 8 ? W * 3 / 4 : 6;  // of many_rows_tile: times TILE_VECTORS, 3/4 of the registers
+constexpr int ROUND_STEPS = 4;                        // of many_rows_tile between two fetches
 
 // partial [TILE_OUTPUTS, C, W] = as many rows of the weight with C vectors of rows of x, over num_steps steps; added to
 // it unless it is_first. x is [num_steps, C, W].
@@ -222,6 +227,8 @@ static void many_rows_tile(WordRows weight, const uint32_t* x, int num_steps, Ah
     for (int c = 0; c < C; ++c) store(partial + (r * C + c) * W, sums[r][c]);
 }
 
+#endif
+
 // ---- laying out
 
 // W words of a row from `row` on, of which num_elements are left; what is beyond is zero.
@@ -242,7 +249,7 @@ static void copy_row(const typename P::element* row, int num_elements, int num_w
 }
 
 // The same of bfloat16 as float32, which is twice as many words.
-static void widen_row(const bf16* row, int num_elements, int num_words, uint32_t* target) {
+BATON_INLINE void widen_row(const bf16* row, int num_elements, int num_words, uint32_t* target) {
   float* floats = reinterpret_cast<float*>(target);
   for (int at = 0; at < 2 * num_words; at += W)
     store(floats + at, at < num_elements ? load_up_to(row + at, num_elements - at) : zero());
