@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from engine.attention.base import Backend, LayerWritten
+from engine.attention.cpu import NativeCpuBackend
 from engine.attention.cuda_select import open_cuda
 from engine.attention.kv_cache import KVCache, KVLayout, PoolBuffer
 from engine.attention.select import DeviceUnavailableError, select_backend, select_device
@@ -16,7 +17,7 @@ from engine.model.config import ModelConfig, kv_block_size_bytes, resolve_dtype
 from engine.model.decoder import DecoderModel
 from engine.model.device_sampler import DeviceSampler
 from engine.model.placement import on_device
-from engine.model.sampler import Sampler, score
+from engine.model.sampler import Sampler, is_greedy_only, score
 from engine.model.select import read_model
 from engine.model.transformers_config import TransformersConfig
 from engine.model.transformers_model import TransformersModel, load_transformers_model
@@ -41,6 +42,11 @@ class Runner:
             self._sampler = Sampler(model.config.eos_token_ids, model.backend.argmax)
         else:
             self._sampler = DeviceSampler(model.config.eos_token_ids)
+        self._is_torch_free = (
+            isinstance(model, DecoderModel)
+            and isinstance(model.backend, NativeCpuBackend)
+            and model.config.experts is None
+        )
         layout = model.cache.layout
         self._builder = StepTensorBuilder(
             vocab_size=model.config.vocab_size,
@@ -90,7 +96,6 @@ class Runner:
             weights = on_device(weights, cache.pool_BLKCSD.device)
             return cls(DecoderModel(config, dtype_name, weights, backend, cache))
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan, on_layer_written: LayerWritten | None = None) -> StepResult:
         """One forward pass: writes the KV of all the plan's tokens, draws tokens where a sequence samples, and computes
         the log-probabilities of prompt tokens where they are wanted.
@@ -101,6 +106,14 @@ class Runner:
         """
         if not plan.sequences:
             return StepResult(step_id=plan.step_id)
+        if self._is_torch_free and all(map(is_greedy_only, plan.sequences)):
+            # Then torch computes nothing, and its mode need not be set: what it takes to set it has left the caches
+            # since the last step, and comes back from memory for half as long as all else of Python's part.
+            return self._run(plan, on_layer_written)
+        with torch.inference_mode():
+            return self._run(plan, on_layer_written)
+
+    def _run(self, plan: StepPlan, on_layer_written: LayerWritten | None) -> StepResult:
         logits_RV = self._model.forward(self._builder.build(plan), on_layer_written)
         scores: dict[int, list[ScoredToken]] = {}
         if any(sequence.scored_ids for sequence in plan.sequences):

@@ -5,7 +5,7 @@ Axes: T tokens of the step, flat over its sequences; S sequences of the step; R 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -33,15 +33,12 @@ class StepBatch:
     table_starts_S: torch.Tensor
     block_tables: torch.Tensor
     rows_R: torch.Tensor
+    # The lengths are asked for many times a step; a tensor takes microseconds to tell its own.
+    num_tokens: int = field(init=False)
+    num_sequences: int = field(init=False)
+    num_selected: int = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        return self.ids_T.shape[0]
-
-    @property
-    def num_sequences(self) -> int:
-        return self.context_starts_S.shape[0]
-
-    @property
-    def num_selected(self) -> int:
-        return self.rows_R.shape[0]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", len(self.ids_T))
+        object.__setattr__(self, "num_sequences", len(self.context_starts_S))
+        object.__setattr__(self, "num_selected", len(self.rows_R))

@@ -59,7 +59,10 @@ class NativeCpuBackend:
         self._num_all_rows = ctypes.c_int32()
         self._single_op = (OpStruct * 1)()
         self._recording: Recording | None = None
+        self._argmax_logits: torch.Tensor | None = None
+        """Whose address stands in `_argmax_args`."""
         self._argmax_args = structs.ArgmaxStruct()
+        self._num_argmax_rows = ctypes.c_int32()
         self._argmax_ids = (ctypes.c_int64 * 0)()
         self._argmax_values = (ctypes.c_float * 0)()
 
@@ -231,19 +234,28 @@ class NativeCpuBackend:
         self._add(OpKind.GATED_ACTIVATION, args, gate_up_NX, out_NF)
 
     def argmax(self, logits_RV: torch.Tensor) -> tuple[list[int], list[float]]:
+        assert self._recording is None
+        if logits_RV is not self._argmax_logits:  # a step after the other has the same
+            self._prepare_argmax(logits_RV)
+        self._add(OpKind.ARGMAX, self._argmax_args)
+        num_rows = self._num_argmax_rows.value
+        return self._argmax_ids[:num_rows], self._argmax_values[:num_rows]
+
+    def _prepare_argmax(self, logits_RV: torch.Tensor) -> None:
         _check_matrix(logits_RV)
-        assert self._recording is None and logits_RV.dtype == torch.float32
+        assert logits_RV.dtype == torch.float32
         num_rows, size = logits_RV.shape
-        args = self._argmax_args
         if num_rows > len(self._argmax_ids):
             self._argmax_ids, self._argmax_values = (ctypes.c_int64 * num_rows)(), (ctypes.c_float * num_rows)()
-            args.ids = ctypes.addressof(self._argmax_ids)
-            args.values = ctypes.addressof(self._argmax_values)
-        args.num_rows = self._limit(Rows.ALL, logits_RV)
-        args.logits = logits_RV.data_ptr()
-        args.size = size
-        self._add(OpKind.ARGMAX, args)
-        return self._argmax_ids[:num_rows], self._argmax_values[:num_rows]
+        self._argmax_logits = logits_RV
+        self._num_argmax_rows.value = num_rows
+        self._argmax_args = structs.ArgmaxStruct(
+            num_rows=ctypes.addressof(self._num_argmax_rows),
+            logits=logits_RV.data_ptr(),
+            ids=ctypes.addressof(self._argmax_ids),
+            values=ctypes.addressof(self._argmax_values),
+            size=size,
+        )
 
     def _bind(self, batch: StepBatch) -> None:
         if batch is self._batch:  # its tensors may hold other numbers now, but they are where they were

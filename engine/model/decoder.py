@@ -44,7 +44,8 @@ class DecoderModel:
             for rope in dict.fromkeys(layer.rope for layer in config.layers)
         }
         self._buffers: _Buffers | None = None
-        self._logits_NV = torch.empty(0, config.vocab_size, device=self._device)
+        self._logits_NV = self._logits_RV = torch.empty(0, config.vocab_size, device=self._device)
+        self._max_logits_rows = self._num_logits_rows = 0
         self._step: CompiledStep | None = None
         # As the other, without the head.
         self._hidden_step: CompiledStep | None = None
@@ -57,11 +58,11 @@ class DecoderModel:
         """
         num_selected = batch.num_selected
         self._reserve_buffers(batch.num_tokens)
-        self._reserve_logits(num_selected)
+        logits_RV = self._reserve_logits(num_selected)
         if self._step is None:
             self._step = self.backend.compile(self._body_with_head)
         self._step.run(batch, on_layer_written)
-        return self._logits_NV[:num_selected]
+        return logits_RV
 
     def hidden(self, batch: StepBatch, on_layer_written: LayerWritten | None = None) -> torch.Tensor:
         """As `forward`, but returns what the output head reads: [R, E], normalised, valid until the next call."""
@@ -77,8 +78,7 @@ class DecoderModel:
         Rows of a prompt can be passed piece by piece: the logits of all of a large step might not fit into memory.
         """
         num_rows = len(normed_RE)
-        self._reserve_logits(num_rows)
-        logits_RV = self._logits_NV[:num_rows]
+        logits_RV = self._reserve_logits(num_rows)
         if num_rows:
             self.backend.linear(normed_RE, self._weights.head_VE, None, logits_RV, Rows.ALL)
         return logits_RV
@@ -92,11 +92,16 @@ class DecoderModel:
             self._buffers = buffers = _Buffers.allocate(self.config, self._dtype, self._device, num_rows)
         return buffers
 
-    def _reserve_logits(self, num_rows: int) -> None:
-        if num_rows > len(self._logits_NV):
+    def _reserve_logits(self, num_rows: int) -> torch.Tensor:
+        """The first rows of the buffer: the same view as before, if it has as many."""
+        if num_rows > self._max_logits_rows:
             self._step = None
-            grown = -(-num_rows // _LOGITS_ROWS_STEP) * _LOGITS_ROWS_STEP
-            self._logits_NV = torch.empty(grown, self.config.vocab_size, device=self._device)
+            self._max_logits_rows = -(-num_rows // _LOGITS_ROWS_STEP) * _LOGITS_ROWS_STEP
+            self._logits_NV = torch.empty(self._max_logits_rows, self.config.vocab_size, device=self._device)
+            self._num_logits_rows = -1
+        if num_rows != self._num_logits_rows:
+            self._num_logits_rows, self._logits_RV = num_rows, self._logits_NV[:num_rows]
+        return self._logits_RV
 
     def _body_with_head(self) -> None:
         self._body()

@@ -61,15 +61,18 @@ class Sampler:
 
         Raises NonFiniteLogitsError if a row's largest logit is not finite.
         """
-        assert len(logits_RV) == len(steps)
+        if all(map(is_greedy_only, steps)):
+            return [
+                (SampledToken(token_id=token_id),) * (1 + len(step.twins))
+                for token_id, step in zip(self._greedy(logits_RV, steps), steps, strict=True)
+            ]
         logprobs = {
             row: torch.log_softmax(logits_RV[row], dim=-1)
             for row, step in enumerate(steps)
             if step.sampling.logprobs is not None
         }
         for row, step in enumerate(steps):
-            if _is_adjusted(step):
-                self._adjust(logits_RV[row], step)
+            self._adjust(logits_RV[row], step)
         return [
             _with_logprobs(token_ids, logprobs.get(row), steps[row].sampling.logprobs)
             for row, token_ids in enumerate(self._choose(logits_RV, steps))
@@ -95,26 +98,34 @@ class Sampler:
             logits_V[banned] = float("-inf")
 
     def _choose(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[list[int]]:
+        greedy_R = self._greedy(logits_RV, steps)
+        # Drawn row by row, not all at once: a row's weights and sums then stay in the cache.
+        return [
+            [greedy] * (1 + len(step.twins)) if step.sampling.is_greedy else _draw(logits_V, step)
+            for greedy, logits_V, step in zip(greedy_R, logits_RV.numpy(), steps, strict=True)
+        ]
+
+    def _greedy(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[int]:
+        """The likeliest token of each row."""
         greedy_R, top_R = self._argmax(logits_RV)
         for step, top in zip(steps, top_R, strict=True):
             if not math.isfinite(top):
                 raise NonFiniteLogitsError(f"logits of {step.key} at output position {step.position} are not finite")
-        # Drawn row by row, not all at once: a row's weights and sums then stay in the cache.
-        return [
-            [greedy] * (1 + len(step.twins)) if step.sampling.is_greedy else _draw(logits_RV[row].numpy(), step)
-            for row, (greedy, step) in enumerate(zip(greedy_R, steps, strict=True))
-        ]
+        return greedy_R
 
 
-def _is_adjusted(step: SequenceStep) -> bool:
-    """Whether anything is applied to the row's logits before the choice: a view of them costs more than asking."""
+def is_greedy_only(step: SequenceStep) -> bool:
+    """Whether the largest logit, as the model gave it, is all that the step asks for."""
     params = step.sampling
-    return bool(
-        params.logit_bias
-        or params.repetition_penalty != 1.0
-        or params.frequency_penalty
-        or params.presence_penalty
-        or step.position < params.min_tokens
+    return (
+        params.temperature == 0.0
+        and params.logprobs is None
+        and params.repetition_penalty == 1.0
+        and not params.logit_bias
+        and not params.frequency_penalty
+        and not params.presence_penalty
+        and not step.scored_ids
+        and step.position >= params.min_tokens
     )
 
 

@@ -87,7 +87,7 @@ def test_padding_changes_nothing_of_the_batch(spans: list[tuple[int, int]], extr
     batch = batch_of([(start, 1) for start, _ in spans], seed)
     num_rows = batch.num_tokens + extra
     result = padded(batch, num_rows)
-    for name in StepBatch.__slots__:
+    for name in (name for name in StepBatch.__slots__ if not name.startswith("num_")):
         before, after = getattr(batch, name), getattr(result, name)
         assert after.dtype == before.dtype and after.is_contiguous()
         assert torch.equal(after[: len(before)], before)

@@ -22,13 +22,15 @@ constexpr int STRIP_OUTPUTS = 3 * W;              // whole tiles of either kind
 #endif
 constexpr int MAX_CHUNK_WORDS = 512;              // of a row of the weight
 constexpr int PACKED_CHUNK_BYTES = 384 * 1024;    // of rows of x, if they are many
-constexpr int MIN_ITEM_WEIGHT_BYTES = 64 * 1024;  // some microseconds of reading
-constexpr int ITEMS_PER_THREAD = 3;               // of few rows: a thread that comes late then holds up the others little
+constexpr int MIN_ITEM_WEIGHT_BYTES = 96 * 1024;  // with few rows: some microseconds of reading
+constexpr int MIN_PIECE_OUTPUTS = 192;            // with many rows, so that packing them costs little beside
+constexpr int ITEMS_PER_THREAD = 3;               // so that a thread that comes late holds up the others little
 static_assert(STRIP_OUTPUTS % TILE_OUTPUTS == 0 && STRIP_OUTPUTS % W == 0, "a strip is whole tiles");
 
 BATON_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 BATON_INLINE int64_t round_up(int64_t a, int64_t unit) { return ceil_div(a, unit) * unit; }
 BATON_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+BATON_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // A product in the units of the tiles, cut into items: blocks of rows times pieces of outputs. There are more pieces
 // the more threads there are, because each packs the rows it needs for itself.
@@ -45,7 +47,7 @@ struct LinearPlan {
   int piece_outputs;
   int64_t num_pieces;
   bool has_whole_granules;  // the weight's rows need no filling up
-  size_t row_bytes;       // of the weight
+  size_t row_bytes;         // of the weight
   size_t copy_stride_bytes;
   // Offsets in an item's scratch memory.
   size_t few_x;     // [num_words, WORD_STEPS, MAX_FEW_ROWS]
@@ -62,16 +64,28 @@ struct LinearPlan {
     row_bytes = args.num_inputs * sizeof(element);
     copy_stride_bytes = chunk_words * P::WORD_STEPS * 4 + CACHE_LINE_BYTES;
 
-    const int64_t fitting_panels = PACKED_CHUNK_BYTES / (chunk_words * P::WORD_STEPS * PANEL_ROWS * 4);
-    const int64_t max_rows = fitting_panels > 1 ? fitting_panels * PANEL_ROWS : PANEL_ROWS;
-    block_rows = (int)least(num_rows, round_up(ceil_div(num_rows, ceil_div(num_rows, max_rows) | 1), PANEL_ROWS));
-    num_blocks = num_rows == 0 ? 0 : ceil_div(num_rows, block_rows);
-
-    const int64_t wanted = num_threads > 1 && num_blocks > 0 ? ceil_div(num_threads * ITEMS_PER_THREAD, num_blocks) : 1;
-    const int64_t worthwhile = 1 + args.num_outputs * row_bytes / MIN_ITEM_WEIGHT_BYTES;
-    piece_outputs = (int)round_up(ceil_div(args.num_outputs, least(wanted, worthwhile)), STRIP_OUTPUTS);
-    num_pieces = ceil_div(args.num_outputs, piece_outputs);
+    cut(num_threads);
     lay_out_scratch();
+  }
+
+  // Into as many items for each thread where that is possible. A piece reads all rows of its block and a block all of
+  // the weight, so neither are made so small that this would cost much beside the sums.
+  void cut(int num_threads) {
+    const bool is_few = num_rows <= MAX_FEW_ROWS;
+    const int64_t fitting_panels = PACKED_CHUNK_BYTES / (chunk_words * P::WORD_STEPS * PANEL_ROWS * 4);
+    const int64_t min_blocks = ceil_div(num_rows, most(fitting_panels, 1) * PANEL_ROWS);
+    const int64_t max_pieces = is_few ? args.num_outputs * row_bytes / MIN_ITEM_WEIGHT_BYTES
+                                      : args.num_outputs / MIN_PIECE_OUTPUTS;
+    num_pieces = least(ceil_div(num_threads * ITEMS_PER_THREAD, most(min_blocks, 1)), max_pieces);
+    if (num_pieces > num_threads) num_pieces = num_pieces / num_threads * num_threads;
+    if (num_pieces < 1 || num_threads == 1) num_pieces = 1;
+    piece_outputs = (int)round_up(ceil_div(args.num_outputs, num_pieces), is_few ? W : STRIP_OUTPUTS);
+    num_pieces = ceil_div(args.num_outputs, piece_outputs);
+
+    num_blocks = most(min_blocks, ceil_div(num_threads, num_pieces));
+    if (num_blocks > 1) num_blocks = round_up(num_blocks, num_threads);
+    block_rows = is_few ? num_rows : (int)least(num_rows, round_up(ceil_div(num_rows, num_blocks), PANEL_ROWS));
+    num_blocks = num_rows == 0 ? 0 : ceil_div(num_rows, block_rows);
   }
 
   void lay_out_scratch() {
@@ -83,7 +97,7 @@ struct LinearPlan {
       end += round_up(size_bytes, CACHE_LINE_BYTES);
       return begin;
     };
-    few_x = take(num_steps * MAX_FEW_ROWS * 4);
+    few_x = take((num_steps * MAX_FEW_ROWS + W) * 4);
     packed_x = take(num_panels * num_steps * PANEL_ROWS * 4);
     partial = take(num_panels * STRIP_OUTPUTS * PANEL_ROWS * 4);
     copy = take((W > TILE_OUTPUTS ? W : TILE_OUTPUTS) * copy_stride_bytes);
@@ -111,7 +125,7 @@ struct LinearItem {
   }
 };
 
-// Words [begin, end) of rows output .. output + count - 1 of the weight in scratch memory, and rows of zeros up to `size`.
+// Words [begin, end) of rows output .. output + count - 1 of the weight in scratch memory, and zeros up to `size` rows.
 template <class P, bool IS_WIDENED>
 static WordRows copy_weight(LinearItem<P> item, int output, int count, int size, int begin, int end) {
   const LinearPlan<P>& plan = item.plan;
@@ -205,10 +219,13 @@ static void many_rows_chunk(LinearItem<P> item, int num_rows, int output, int co
     const uint32_t* x = item.packed_x(row);
     float* partial = item.partial(row);
     if (num_rows - row > W) {
-      many_rows_tile<P, TILE_VECTORS>(weight, x + first_step * PANEL_ROWS, num_steps, ahead, lines_per_round, begin == 0,
-                                      partial + place * PANEL_ROWS);
+      x += first_step * PANEL_ROWS;
+      partial += place * PANEL_ROWS;
+      many_rows_tile<P, TILE_VECTORS>(weight, x, num_steps, ahead, lines_per_round, begin == 0, partial);
     } else {
-      many_rows_tile<P, 1>(weight, x + first_step * W, num_steps, ahead, lines_per_round, begin == 0, partial + place * W);
+      x += first_step * W;
+      partial += place * W;
+      many_rows_tile<P, 1>(weight, x, num_steps, ahead, lines_per_round, begin == 0, partial);
     }
   }
 }
@@ -294,7 +311,8 @@ static void compute_item(const LinearPlan<P>& plan, int64_t index, void* scratch
   const int rest = num_rows % PANEL_ROWS;
   const int num_few = rest <= MAX_FEW_ROWS ? rest : 0;
   const int num_many = num_rows - num_few;
-  interleave_rows<P>(plan.x(row + num_many), args.x_stride, num_few, args.num_inputs, plan.num_words, item.few_x());
+  if (num_few > 0)
+    interleave_rows<P>(plan.x(row + num_many), args.x_stride, num_few, args.num_inputs, plan.num_words, item.few_x());
   if (num_many == 0) return few_rows<P>(item, row, num_few, begin, end);
   for (int at = 0; at < num_many; at += PANEL_ROWS) {
     const int count = (int)least(num_many - at, PANEL_ROWS);

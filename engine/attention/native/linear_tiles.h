@@ -255,24 +255,29 @@ BATON_INLINE void widen_row(const bf16* row, int num_elements, int num_words, ui
     store(floats + at, at < num_elements ? load_up_to(row + at, num_elements - at) : zero());
 }
 
-// `count` rows of x as [num_words, WORD_STEPS, count].
+// count <= W rows of x as [num_words, WORD_STEPS, count]. Writes up to a vector more.
 template <class P>
 static void interleave_rows(const typename P::element* x, int64_t x_stride, int count, int num_inputs, int num_words,
                             uint32_t* target) {
-  for (int row = 0; row < count; ++row, x += x_stride) {
-    for (int at = 0; at < num_words; at += W) {
-      uint32_t words[W];
-      store_words(words, load_row_words(x + at * P::WORD_ELEMENTS, num_inputs - at * P::WORD_ELEMENTS));
-      const int size = num_words - at < W ? num_words - at : W;
-      for (int i = 0; i < size; ++i) {
-        uint32_t* to = target + (size_t)(at + i) * P::WORD_STEPS * count + row;
-        if (P::WORD_STEPS == 1) {
-          to[0] = words[i];
-        } else {
-          to[0] = words[i] << 16;
-          to[count] = words[i] & 0xffff0000u;
-        }
+  if (count == 1 && P::WORD_STEPS == 1) return copy_row<P>(x, num_inputs, num_words, target);
+  for (int at = 0; at < num_words; at += W) {
+    vf square[W];
+    for (int i = 0; i < W; ++i)
+      square[i] = i < count ? bit_cast<vf>(load_row_words(x + i * x_stride + at * P::WORD_ELEMENTS,
+                                                          num_inputs - at * P::WORD_ELEMENTS))
+                            : zero();
+    transpose(square);
+    // Whole vectors are stored, of which the next one overwrites the lanes that are not rows.
+    const int size = num_words - at < W ? num_words - at : W;
+    for (int i = 0; i < size; ++i) {
+      const vu words = bit_cast<vu>(square[i]);
+      if (P::WORD_STEPS == 1) {
+        store_words(target, words);
+      } else {
+        store_words(target, first_of_pairs(words));
+        store_words(target + count, second_of_pairs(words));
       }
+      target += P::WORD_STEPS * count;
     }
   }
 }
