@@ -24,13 +24,14 @@ from benchmarks.engine_peers.evaluation import Evaluation, judge_outputs
 from benchmarks.engine_peers.measuring import Effort, Measuring, Samples, decode_name, measure_starts
 from benchmarks.engine_peers.plotting import plot_bars
 from benchmarks.engine_peers.prompts import PromptSource
-from benchmarks.engine_peers.sides import Setting, engine_sides, reader_side, transformers_side
+from benchmarks.engine_peers.sides import KV_BYTES, Setting, engine_sides, reader_side, transformers_side
 from benchmarks.engine_peers.vllm_environment import ensure_vllm
 from benchmarks.engine_peers.worker_process import Worker
 from benchmarks.report import Report, arguments, finish
 from cluster.live.environment import read_environment
 from engine.model.config import ModelConfig
-from engine.model.importer import import_smollm2
+from engine.model.importer import import_model
+from engine.model.packaged_models import SMOLLM2
 from engine.runner import kv_block_size_bytes
 
 FULL = Effort(
@@ -51,7 +52,7 @@ def main() -> None:
     environment = read_environment(os.environ)
     vllm_dir = args.vllm or environment.cache_dir / "peers" / "vllm"
     ensure_vllm(vllm_dir)
-    model_dir = import_smollm2(environment.models_dir)
+    model_dir = import_model(SMOLLM2.name, environment.models_dir)
     seed = time.time_ns()
     prompts = PromptSource(model_dir, seed)
     cores = sorted(os.sched_getaffinity(0))
@@ -61,9 +62,9 @@ def main() -> None:
             vllm_dir=vllm_dir,
             vllm_cache_dir=vllm_dir.with_name(f"{vllm_dir.name}-cache"),
             log_dir=args.logs or Path(folder),
-            read_bytes=max(weights_bytes(model_dir), long_kv_bytes(model_dir)),
+            read_bytes=max(weights_bytes(model_dir), KV_BYTES),
         )
-        evaluation = Evaluation(weights_bytes=weights_bytes(model_dir), long_kv_bytes=long_kv_bytes(model_dir))
+        evaluation = Evaluation(weights_bytes=weights_bytes(model_dir))
         report = Report("engine_vs_peers", details={"seed": seed, "effort": asdict(effort), "load": os.getloadavg()})
         for num_cores in args.cores:
             samples = measure(setting, cores[:num_cores], prompts, effort)
@@ -95,7 +96,7 @@ def measure(setting: Setting, cores: Sequence[int], prompts: PromptSource, effor
         rounds, steps = effort.long_decode_rounds, effort.long_decode_steps
         run.decode(LONG_BATCH, LONG_CONTEXT, rounds=rounds, steps=steps)
         plans = decode_name(LONG_BATCH, LONG_CONTEXT), decode_name(LONG_BATCH, SHORT_CONTEXT)
-        run.attention(*plans, rounds=rounds, steps=steps, read_bytes=long_kv_bytes(setting.model_dir))
+        run.attention(*plans, rounds=rounds, steps=steps, token_bytes=kv_token_bytes(setting.model_dir))
         run.check_cache_off()
     measure_starts(setting, cores, prompts, run.samples, effort.start_rounds)
     return run.samples
@@ -106,10 +107,8 @@ def weights_bytes(model_dir: Path) -> int:
     return sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
 
 
-def long_kv_bytes(model_dir: Path) -> int:
-    """What the KV of the long contexts takes more than that of the short ones."""
-    token_bytes = kv_block_size_bytes(ModelConfig.from_directory(model_dir), "bfloat16", 1)
-    return LONG_BATCH * (LONG_CONTEXT - SHORT_CONTEXT) * token_bytes
+def kv_token_bytes(model_dir: Path) -> int:
+    return kv_block_size_bytes(ModelConfig.from_directory(model_dir), "bfloat16", 1)
 
 
 def _arguments() -> argparse.ArgumentParser:

@@ -32,6 +32,7 @@ class BatonEngine:
         self.clock.install()
         self._runner = Runner.from_directory(model_dir, "bfloat16", num_blocks, BLOCK_SIZE, num_threads)
         self._runner.warm_up(STEP_TOKENS, max_running)
+        assert self.clock.seconds > 0, "the native kernels are not built: run python -m engine.attention.build"
         self._pool = BlockPool(num_blocks)
         config = SchedulerConfig(
             block_size=BLOCK_SIZE,
@@ -85,9 +86,10 @@ class BatonEngine:
             steps.append({"seconds": seconds, "kernel_seconds": self.clock.seconds})
         return steps
 
-    def keep_plan(self, name: str) -> None:
-        """Remembers the step that ran last, with the blocks it ran on."""
+    def keep_plan(self, name: str) -> int:
+        """Remembers the step that ran last, with the blocks it ran on. Returns the tokens whose KV it read."""
         self._kept_plans[name] = copy.deepcopy(self._last_plan)
+        return sum(sequence.start + len(sequence.token_ids) for sequence in self._last_plan.sequences)
 
     def replay(self, name: str, count: int) -> list[float]:
         """Seconds of the runner alone for a step of the past. No group may be open: its blocks are others' by now."""

@@ -30,6 +30,11 @@ MIN_WEIGHTS_SHARE = 0.65
 MIN_ATTENTION_SHARE = 0.70
 MAX_OUTSIDE_SHARE = 0.05
 MAX_START_RATIO = 1 / 3
+CONTROL = "control: farthest token if a block of the prompt had been lost"
+CONTROL_TOKENS = 16
+CONTROL_MAX_PROMPT_TOKENS = 512
+"""In a long prompt a block more or less may not matter."""
+NUM_CONTROLS = 8
 ENGINES = (BATON, VLLM, TRANSFORMERS)
 
 Judge = Callable[..., list[float]]
@@ -38,12 +43,11 @@ Judge = Callable[..., list[float]]
 class Evaluation:
     """Adds the samples of each setting (a number of cores) to a report, and remembers what is drawn and judged."""
 
-    def __init__(self, *, weights_bytes: int, long_kv_bytes: int) -> None:
+    def __init__(self, *, weights_bytes: int) -> None:
         self.ratios: list[Bar] = []
         self.shares: list[Bar] = []
         self.answers: list[Sample] = []
         self._weights_bytes = weights_bytes
-        self._long_kv_bytes = long_kv_bytes
 
     def add(self, setting: str, samples: Samples, report: Report) -> None:
         self.answers += samples.answers
@@ -101,9 +105,9 @@ class Evaluation:
         short_s = round_medians(samples.seconds[SHORT_STEP][BATON])
         reads_s = samples.seconds[LONG_STEP][READER]
         attention_s = [long - short for long, short in zip(long_s, short_s, strict=True)]
-        speed = figure([self._long_kv_bytes / seconds / 1e9 for seconds in attention_s])
+        speed = figure([samples.long_kv_bytes / seconds / 1e9 for seconds in attention_s])
         report.results.append(_plain(f"attention's reading of KV, {setting}: Baton", speed, "GB/s"))
-        self._read_speed(setting, "as much KV", reads_s, self._long_kv_bytes, report)
+        self._read_speed(setting, "as much KV", reads_s, samples.long_kv_bytes, report)
         share = figure(ratios(reads_s, attention_s))
         self._share(setting, "attention over a plain read of its KV", share, MIN_ATTENTION_SHARE, report)
 
@@ -134,6 +138,7 @@ def judge_outputs(answers: list[Sample], judge: Judge, report: Report) -> None:
             if margins is None:
                 margins = known[tuple(tokens)] = judge(prompt=sample.prompt, tokens=tokens)
             sample.margins[side] = margins
+    report.results.append(at_least(CONTROL, _control(answers, judge), NEAR_TIE, "logits"))
     parted = {peer: divergences(answers, BATON, peer) for peer in (VLLM, TRANSFORMERS)}
     verdicts = {side: verdict(answers, side) for side in ENGINES}
     for side, found in verdicts.items():
@@ -151,6 +156,17 @@ def judge_outputs(answers: list[Sample], judge: Judge, report: Report) -> None:
             peer: median(place.position for place in places) if places else None for peer, places in parted.items()
         },
     }
+
+
+def _control(answers: list[Sample], judge: Judge) -> float:
+    """The worst margin of Baton's tokens if a block in the middle of a prompt had been lost: the check must see it."""
+    short = [sample for sample in answers if 4 * CONTROL_TOKENS <= len(sample.prompt) <= CONTROL_MAX_PROMPT_TOKENS]
+    worst = 0.0
+    for sample in sorted(short, key=lambda sample: len(sample.tokens[BATON]), reverse=True)[:NUM_CONTROLS]:
+        middle = len(sample.prompt) // 2
+        damaged = sample.prompt[:middle] + sample.prompt[middle + CONTROL_TOKENS :]
+        worst = max(worst, *judge(prompt=damaged, tokens=sample.tokens[BATON]))
+    return worst
 
 
 def _plain(measure: str, value: Figure, unit: str) -> Result:

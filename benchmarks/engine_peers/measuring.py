@@ -14,7 +14,8 @@ from benchmarks.engine_peers.threads import ThreadUse, check_placement
 from benchmarks.engine_peers.worker_process import Worker
 
 START_PROMPT_TOKENS = 16
-MAX_JUDGED_SEQUENCES = 2
+MAX_JUDGED_TOKENS = 8192
+"""Of a group's prompts, so that judging takes no longer than measuring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +32,17 @@ class Effort:
 
 @dataclass(slots=True, kw_only=True)
 class Samples:
-    """What was measured: by measure, then by side, the seconds of each round (of each step, where a round has many)."""
+    """What was measured.
+
+    Attributes:
+        seconds: by measure, then by side: of each round, and there of each step where a round has many.
+        long_kv_bytes: what the KV of LONG_STEP has more than that of SHORT_STEP.
+        threads: those that computed.
+    """
 
     seconds: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     answers: list[Sample] = field(default_factory=list)
+    long_kv_bytes: int = 0
     threads: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def add(self, measure: str, side: str, seconds: Any) -> None:
@@ -65,6 +73,7 @@ class Measuring:
         self._prompts = prompts
         self._cores = cores
         self._effort = effort
+        self._num_plan_tokens: dict[str, int] = {}
 
     def prefill(self, num_tokens: int) -> None:
         """One prompt after the other, each new, each put to all sides in turn. The first warms up."""
@@ -99,7 +108,7 @@ class Measuring:
             self.samples.threads[f"{name}: {measure}"] = [
                 {"name": use.name, "cores": use.cores, "cpu_s": use.cpu_s} for use in busy
             ]
-        self._engines[BATON].call("keep_plan", name=measure)
+        self._num_plan_tokens[measure] = self._engines[BATON].call("keep_plan", name=measure)
         self._close(measure, prompts)
         _say(measure)
 
@@ -115,8 +124,10 @@ class Measuring:
         worker.call("close")
         _say(OUTSIDE)
 
-    def attention(self, long_plan: str, short_plan: str, *, rounds: int, steps: int, read_bytes: int) -> None:
+    def attention(self, long_plan: str, short_plan: str, *, rounds: int, steps: int, token_bytes: int) -> None:
         """What a step takes longer for long contexts, beside a plain read of as many bytes as their KV has more."""
+        read_bytes = (self._num_plan_tokens[long_plan] - self._num_plan_tokens[short_plan]) * token_bytes
+        self.samples.long_kv_bytes = read_bytes
         for _ in range(rounds):
             for measure, plan in ((LONG_STEP, long_plan), (SHORT_STEP, short_plan)):
                 times_s = self._engines[BATON].call("replay", name=plan, count=steps)
@@ -130,7 +141,7 @@ class Measuring:
 
     def _close(self, measure: str, prompts: list[list[int]]) -> None:
         tokens = {name: worker.call("close") for name, worker in self._engines.items()}
-        for index, prompt in enumerate(prompts[:MAX_JUDGED_SEQUENCES]):
+        for index, prompt in enumerate(prompts[: max(1, MAX_JUDGED_TOKENS // len(prompts[0]))]):
             answers = {name: sequences[index] for name, sequences in tokens.items()}
             self.samples.answers.append(Sample(measure=measure, prompt=prompt, tokens=answers))
 

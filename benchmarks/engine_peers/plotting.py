@@ -24,24 +24,24 @@ class Bar:
 
 
 def plot_bars(ratios: Sequence[Bar], shares: Sequence[Bar], path: Path) -> None:
-    """Ratios over the peer on the left, shares in percent on the right; whiskers are quartiles over rounds."""
+    """Ratios over the peer above, shares below; whiskers are quartiles over rounds."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(13, 5.5), width_ratios=(2, 1))
-    _panel(panels[0], ratios, "ratio")
+    heights = len({bar.measure for bar in ratios}), len({bar.measure for bar in shares})
+    figure, panels = pyplot.subplots(2, 1, figsize=(9, 9), height_ratios=heights, layout="constrained")
+    _panel(panels[0], ratios)
     panels[0].axvline(1, color="gray", linewidth=0.8)
-    panels[0].set(title="Baton over vLLM: tokens/s; seconds from start to first token", xlabel="ratio")
-    _panel(panels[1], shares, "share")
-    panels[1].set(title="Shares", xlabel="share", xlim=(0, 1.05))
+    panels[0].set(title="Baton / vLLM: tokens a second; seconds from start to first token", xlim=(0, None))
     panels[0].legend(loc="lower right")
-    figure.tight_layout()
+    _panel(panels[1], shares)
+    panels[1].set(title="Baton: shares", xlim=(0, 1.1))
     figure.savefig(path, dpi=120)
 
 
-def _panel(axes: Any, bars: Sequence[Bar], unit: str) -> None:
+def _panel(axes: Any, bars: Sequence[Bar]) -> None:
     measures = list(dict.fromkeys(bar.measure for bar in bars))
     settings = list(dict.fromkeys(bar.setting for bar in bars))
     height = 0.8 / max(1, len(settings))
