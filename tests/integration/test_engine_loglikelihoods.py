@@ -25,11 +25,12 @@ BLOCK_SIZE = 16
 REFERENCE_FILES = {SMOLLM2: "smollm2_loglikelihoods.json", GEMMA3: "gemma3_loglikelihoods.json"}
 NUM_TEXTS_A_STEP = 20
 NUM_ROWS_A_PIECE = 64
-TOLERANCE: dict[DtypeName, float] = {"float32": 1e-3, "bfloat16": 0.4}
-"""Of the sum over some fifteen tokens, from what transformers computes in float32.
+TOLERANCE: dict[DtypeName, float] = {"float32": 1e-3, "bfloat16": 0.8}
+"""Of the sum over a text's tokens, against transformers in float32.
 
-Measured: 6e-5 in float32; in bfloat16 0.31 for SmolLM2 and 0.18 for Gemma 3, where transformers' own differ from its
-float32 by 0.68 and 0.44, since they are rounded more often.
+Measured: 7e-5 in float32. In bfloat16 up to 0.57 (Gemma 3, native kernels; 0.23 on the torch reference), where
+transformers' own values in bfloat16 differ from its float32 by up to 0.68 (SmolLM2) and 0.44 (Gemma 3). All texts begin
+with the same token, to which every other attends strongly: its rounding moves all of them the same way.
 """
 
 
