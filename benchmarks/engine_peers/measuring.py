@@ -14,6 +14,8 @@ from benchmarks.engine_peers.threads import ThreadUse, check_placement
 from benchmarks.engine_peers.worker_process import Worker
 
 START_PROMPT_TOKENS = 16
+SMALLEST_CHUNK = 192
+"""Tokens that every engine prefills in a step at least, beside the tokens of the sequences that decode."""
 MAX_JUDGED_TOKENS = 8192
 """Of a group's prompts, so that judging takes no longer than measuring."""
 
@@ -93,8 +95,7 @@ class Measuring:
         """Steps of `batch` sequences whose length is `context` on average over the measurement."""
         measure = decode_name(batch, context)
         prompts = self._prompts.draw_many(batch, context - rounds * steps // 2)
-        # A sequence draws some tokens before the others of its group have been prefilled.
-        max_tokens = 2 * rounds * steps + 64
+        max_tokens = _max_tokens(batch, context, rounds * steps)
         before = {name: _threads(worker) for name, worker in self._engines.items()}
         for worker in self._engines.values():
             worker.call("open", prompts=prompts, max_tokens=max_tokens)
@@ -116,7 +117,7 @@ class Measuring:
         """Baton's steps, and the part of each that its kernels take."""
         worker = self._engines[BATON]
         prompts = self._prompts.draw_many(batch, context - rounds * steps // 2)
-        worker.call("open", prompts=prompts, max_tokens=2 * rounds * steps + 64)
+        worker.call("open", prompts=prompts, max_tokens=_max_tokens(batch, context, rounds * steps))
         for _ in range(rounds):
             for step in worker.call("clocked_steps", count=steps):
                 self.samples.add(OUTSIDE, WHOLE, step["seconds"])
@@ -158,6 +159,11 @@ def measure_starts(
                 worker.call("prefill", prompt=prompt)
                 samples.add(START, name, worker.age_s)
     _say(START)
+
+
+def _max_tokens(batch: int, context: int, num_steps: int) -> int:
+    """More than will be drawn: a sequence already draws tokens while others of its group are being prefilled."""
+    return 2 * num_steps + batch * context // SMALLEST_CHUNK + 64
 
 
 def _threads(worker: Worker) -> list[ThreadUse]:
