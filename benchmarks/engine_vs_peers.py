@@ -25,7 +25,7 @@ from benchmarks.engine_peers.measuring import Effort, Measuring, Samples, decode
 from benchmarks.engine_peers.plotting import plot_bars
 from benchmarks.engine_peers.prompts import PromptSource
 from benchmarks.engine_peers.sides import KV_BYTES, Setting, engine_sides, reader_side, transformers_side
-from benchmarks.engine_peers.vllm_environment import ensure_vllm
+from benchmarks.engine_peers.vllm_environment import REQUIREMENT, allocator, ensure_vllm
 from benchmarks.engine_peers.worker_process import Worker
 from benchmarks.report import Report, arguments, finish
 from cluster.live.environment import read_environment
@@ -65,7 +65,13 @@ def main() -> None:
             read_bytes=max(weights_bytes(model_dir), KV_BYTES),
         )
         evaluation = Evaluation(weights_bytes=weights_bytes(model_dir))
-        report = Report("engine_vs_peers", details={"seed": seed, "effort": asdict(effort), "load": os.getloadavg()})
+        details = {
+            "seed": seed,
+            "effort": asdict(effort),
+            "vllm": {"requirement": REQUIREMENT, "allocator": allocator()},
+            "load_at_start": os.getloadavg()[0],
+        }
+        report = Report("engine_vs_peers", details=details)
         for num_cores in args.cores:
             samples = measure(setting, cores[:num_cores], prompts, effort)
             evaluation.add(SETTINGS[num_cores], samples, report)

@@ -64,7 +64,14 @@ class Evaluation:
         self._weights(setting, samples.seconds[decode_name(1, 256)], report)
         self._attention(setting, samples, report)
         self._outside(setting, samples.seconds[OUTSIDE], report)
-        report.details[setting] = {"seconds": samples.seconds, "threads": samples.threads}
+        report.details[setting] = {
+            "round_ms": {
+                measure: {side: _round_ms(rounds) for side, rounds in by_side.items()}
+                for measure, by_side in samples.seconds.items()
+            },
+            "long_kv_bytes": samples.long_kv_bytes,
+            "threads": samples.threads,
+        }
 
     def _speed(
         self,
@@ -94,7 +101,7 @@ class Evaluation:
 
     def _weights(self, setting: str, rounds: dict[str, list[Any]], report: Report) -> None:
         """The batch-1 step beside a plain read of the weights in the same round."""
-        reads_s = rounds[READER]
+        reads_s = round_medians(rounds[READER])
         share = figure(ratios(reads_s, round_medians(rounds[BATON])))
         self._read_speed(setting, "weights", reads_s, self._weights_bytes, report)
         self._share(setting, "batch-1 decode over a plain read of the weights", share, MIN_WEIGHTS_SHARE, report)
@@ -103,7 +110,7 @@ class Evaluation:
         """Bytes a second of the KV that long contexts have more, over those of a plain read in the same round."""
         long_s = round_medians(samples.seconds[LONG_STEP][BATON])
         short_s = round_medians(samples.seconds[SHORT_STEP][BATON])
-        reads_s = samples.seconds[LONG_STEP][READER]
+        reads_s = round_medians(samples.seconds[LONG_STEP][READER])
         attention_s = [long - short for long, short in zip(long_s, short_s, strict=True)]
         speed = figure([samples.long_kv_bytes / seconds / 1e9 for seconds in attention_s])
         report.results.append(_plain(f"attention's reading of KV, {setting}: Baton", speed, "GB/s"))
@@ -156,6 +163,11 @@ def judge_outputs(answers: list[Sample], judge: Judge, report: Report) -> None:
             peer: median(place.position for place in places) if places else None for peer, places in parted.items()
         },
     }
+
+
+def _round_ms(rounds: list[Any]) -> list[float]:
+    """Milliseconds of each round, of its usual step where it has several."""
+    return [round(1e3 * (median(seconds) if isinstance(seconds, list) else seconds), 4) for seconds in rounds]
 
 
 def _control(answers: list[Sample], judge: Judge) -> float:

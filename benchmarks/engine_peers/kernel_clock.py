@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from engine.attention.native_structs import OpKind
-
 from engine.attention import cpu
+from engine.attention.native_structs import OpKind
 
 RUN_FUNCTION = "baton_run"
 

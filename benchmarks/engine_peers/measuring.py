@@ -14,6 +14,8 @@ from benchmarks.engine_peers.threads import ThreadUse, check_placement
 from benchmarks.engine_peers.worker_process import Worker
 
 START_PROMPT_TOKENS = 16
+NUM_READS = 7
+"""Passes of the read loop a round."""
 SMALLEST_CHUNK = 192
 """Tokens that every engine prefills in a step at least, beside the tokens of the sequences that decode."""
 MAX_JUDGED_TOKENS = 8192
@@ -103,7 +105,7 @@ class Measuring:
             for name, worker in self._engines.items():
                 self.samples.add(measure, name, worker.call("steps", count=steps))
             if read_bytes:
-                self.samples.add(measure, READER, self._reader.call("read", size_bytes=read_bytes))
+                self.samples.add(measure, READER, self._reader.call("read", size_bytes=read_bytes, count=NUM_READS))
         for name, worker in self._engines.items():
             busy = check_placement(before[name], _threads(worker), self._cores)
             self.samples.threads[f"{name}: {measure}"] = [
@@ -133,7 +135,7 @@ class Measuring:
             for measure, plan in ((LONG_STEP, long_plan), (SHORT_STEP, short_plan)):
                 times_s = self._engines[BATON].call("replay", name=plan, count=steps)
                 self.samples.add(measure, BATON, times_s)
-            self.samples.add(LONG_STEP, READER, self._reader.call("read", size_bytes=read_bytes))
+            self.samples.add(LONG_STEP, READER, self._reader.call("read", size_bytes=read_bytes, count=NUM_READS))
         _say("attention")
 
     def check_cache_off(self) -> None:

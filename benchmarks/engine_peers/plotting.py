@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.engine_peers.figures import Figure
 
-COLORS = ("#4477aa", "#ee6677", "#228833")
+COLORS = ("#77aadd", "#ee8866")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +54,10 @@ def _panel(axes: Any, bars: Sequence[Bar]) -> None:
             [bar.value.median - bar.value.low for bar in of_setting],
             [bar.value.high - bar.value.median for bar in of_setting],
         ]
-        axes.barh(places, middles, height, xerr=errors, color=COLORS[index % len(COLORS)], label=setting, capsize=2)
+        axes.barh(places, middles, height, xerr=errors, color=COLORS[index], label=setting, capsize=2)
         for place, bar in zip(places, of_setting, strict=True):
             axes.plot([bar.target] * 2, [place - height / 2, place + height / 2], color="black", linewidth=2)
-            axes.text(bar.value.high, place, f"  {bar.value.median:.2f}", va="center", fontsize=8)
+            axes.text(0, place, f" {bar.value.median:.2f}", va="center", fontsize=8)
     axes.plot([], [], color="black", linewidth=2, label="target")
     axes.set_yticks(range(len(measures)), [_with_sense(measure, bars) for measure in measures])
     axes.invert_yaxis()

@@ -42,7 +42,11 @@ class Reader:
             raise MemoryError(f"no {size_bytes} bytes of memory to read")
         self._cores = cores
 
-    def read(self, size_bytes: int) -> float:
+    def read(self, size_bytes: int, count: int) -> list[float]:
+        """Seconds of each of `count` passes over so many bytes."""
+        return [self._read_once(size_bytes) for _ in range(count)]
+
+    def _read_once(self, size_bytes: int) -> float:
         """Seconds until all threads, started at once, have read their share of so many bytes."""
         share = size_bytes // len(self._cores) // ALIGNMENT * ALIGNMENT
         assert len(self._cores) * share <= self._size_bytes

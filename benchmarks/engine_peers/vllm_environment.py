@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -31,12 +32,19 @@ def ensure_vllm(folder: Path) -> Path:
     return python
 
 
+def allocator() -> str | None:
+    """The library that vLLM's guide advises for allocating memory, if it is installed."""
+    return ctypes.util.find_library("tcmalloc_minimal")
+
+
 def vllm_variables(folder: Path, cache_dir: Path, cores: Sequence[int]) -> dict[str, str]:
     """Environment of a vLLM process on `cores`.
 
     The engine runs in the process itself, which leaves binding the OpenMP threads to us: the variables are those that
-    vLLM sets for its worker processes (vllm/utils/ompmultiprocessing.py), with Intel's library, as its guide advises.
+    vLLM sets for its worker processes (vllm/utils/ompmultiprocessing.py). Its guide advises to preload Intel's OpenMP,
+    which comes with it, and tcmalloc, which is preloaded where the system has it.
     """
+    preloaded = [str(folder / "lib" / "libiomp5.so"), *filter(None, [allocator()])]
     return {
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -47,7 +55,7 @@ def vllm_variables(folder: Path, cache_dir: Path, cores: Sequence[int]) -> dict[
         "VLLM_USE_AOT_COMPILE": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        "LD_PRELOAD": str(folder / "lib" / "libiomp5.so"),
+        "LD_PRELOAD": ":".join(preloaded),
         "OMP_NUM_THREADS": str(len(cores)),
         "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{','.join(map(str, cores))}]",
         "KMP_BLOCKTIME": "5",
