@@ -133,7 +133,7 @@ static void rotary_write(const BatonRotaryWrite& args, const BatonStep& step, in
 // 1 / (1 + e^-x). exp2 takes arguments up to 127: sigmoid(-88) is 6e-39 and rounds to zero for all that is added to it.
 BATON_INLINE vf sigmoid(vf x) {
   const vf exponent = x * -1.44269504f;
-  return 1.0f / (1.0f + exp2(exponent > splat(127.0f) ? splat(127.0f) : exponent));
+  return reciprocal(1.0f + exp2(exponent > splat(127.0f) ? splat(127.0f) : exponent));
 }
 
 BATON_INLINE vf silu(vf x) { return x * sigmoid(x); }

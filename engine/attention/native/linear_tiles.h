@@ -177,7 +177,7 @@ BATON_INLINE int num_lines(const Ahead& ahead) {
 
 BATON_INLINE void fetch(Ahead& ahead, int num_lines) {
   for (int i = 0; i < num_lines && ahead.num_rows > 0; ++i) {
-    __builtin_prefetch(ahead.next);
+    __builtin_prefetch(ahead.next, 0, 2);
     ahead.next += CACHE_LINE_BYTES;
     if (ahead.next >= ahead.piece_end) {
       --ahead.num_rows;

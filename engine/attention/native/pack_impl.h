@@ -207,8 +207,8 @@ struct Fetcher {
       const T* key = KeySource<T>::find(*after.source, after.position + at, &run);
       const char* line = reinterpret_cast<const char*>(key);
       for (const char* end = line + fetcher.group_size_bytes; line < end; line += 4 * CACHE_LINE_BYTES) {
-        __builtin_prefetch(line);
-        __builtin_prefetch(line + fetcher.to_value_bytes);
+        __builtin_prefetch(line, 0, 2);
+        __builtin_prefetch(line + fetcher.to_value_bytes, 0, 2);
       }
     }
   }
@@ -222,8 +222,8 @@ struct Fetcher {
     }
 #pragma GCC unroll 2
     for (int line = 0; line < 2; ++line, fetcher.next += CACHE_LINE_BYTES) {
-      __builtin_prefetch(fetcher.next);
-      __builtin_prefetch(fetcher.next + fetcher.to_value_bytes);
+      __builtin_prefetch(fetcher.next, 0, 2);
+      __builtin_prefetch(fetcher.next + fetcher.to_value_bytes, 0, 2);
     }
     return true;
   }
