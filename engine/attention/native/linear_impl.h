@@ -18,13 +18,16 @@ constexpr int MAX_FEW_ROWS = 0;
 constexpr int STRIP_OUTPUTS = 2 * TILE_OUTPUTS;
 #else
 constexpr int MAX_FEW_ROWS = W == 16 ? 12 : W;
-constexpr int STRIP_OUTPUTS = 3 * W;              // whole tiles of either kind
+constexpr int STRIP_OUTPUTS = 6 * W;              // whole tiles of either kind
 #endif
 constexpr int MAX_CHUNK_WORDS = 512;              // of a row of the weight
 constexpr int PACKED_CHUNK_BYTES = 384 * 1024;    // of rows of x, if they are many
 constexpr int MIN_ITEM_WEIGHT_BYTES = 96 * 1024;  // with few rows: some microseconds of reading
 constexpr int MIN_PIECE_OUTPUTS = 192;            // with many rows, so that packing them costs little beside
-constexpr int ITEMS_PER_THREAD = 3;               // so that a thread that comes late holds up the others little
+constexpr int MIN_BLOCK_ROWS = 64;                // enough sums for each word of the weight that is read
+// For each thread, so that one that comes late holds up the others little.
+constexpr int FEW_ROWS_ITEMS = 3;
+constexpr int MANY_ROWS_ITEMS = 2;
 static_assert(STRIP_OUTPUTS % TILE_OUTPUTS == 0 && STRIP_OUTPUTS % W == 0, "a strip is whole tiles");
 
 BATON_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -68,24 +71,24 @@ struct LinearPlan {
     lay_out_scratch();
   }
 
-  // Into as many items for each thread where that is possible. A piece reads all rows of its block and a block all of
-  // the weight, so neither are made so small that this would cost much beside the sums.
+  // Into some items for each thread where that is possible. A piece reads all rows of its block, and packs them, and a
+  // block all of the weight, so neither are made so small that this would cost much beside the sums.
   void cut(int num_threads) {
     const bool is_few = num_rows <= MAX_FEW_ROWS;
     const int64_t fitting_panels = PACKED_CHUNK_BYTES / (chunk_words * P::WORD_STEPS * PANEL_ROWS * 4);
+    const int64_t num_items = num_threads == 1 ? 1 : num_threads * (is_few ? FEW_ROWS_ITEMS : MANY_ROWS_ITEMS);
     const int64_t min_blocks = ceil_div(num_rows, most(fitting_panels, 1) * PANEL_ROWS);
+    num_blocks = most(min_blocks, least(num_items, num_rows / MIN_BLOCK_ROWS));
+    if (num_blocks > num_threads) num_blocks = round_up(num_blocks, num_threads);
+    block_rows = is_few ? num_rows : (int)least(num_rows, round_up(ceil_div(num_rows, most(num_blocks, 1)), PANEL_ROWS));
+    num_blocks = num_rows == 0 ? 0 : ceil_div(num_rows, block_rows);
+
     const int64_t max_pieces = is_few ? args.num_outputs * row_bytes / MIN_ITEM_WEIGHT_BYTES
                                       : args.num_outputs / MIN_PIECE_OUTPUTS;
-    num_pieces = least(ceil_div(num_threads * ITEMS_PER_THREAD, most(min_blocks, 1)), max_pieces);
+    num_pieces = most(least(num_items / most(num_blocks, 1), max_pieces), 1);
     if (num_pieces > num_threads) num_pieces = num_pieces / num_threads * num_threads;
-    if (num_pieces < 1 || num_threads == 1) num_pieces = 1;
     piece_outputs = (int)round_up(ceil_div(args.num_outputs, num_pieces), is_few ? W : STRIP_OUTPUTS);
     num_pieces = ceil_div(args.num_outputs, piece_outputs);
-
-    num_blocks = most(min_blocks, ceil_div(num_threads, num_pieces));
-    if (num_blocks > 1) num_blocks = round_up(num_blocks, num_threads);
-    block_rows = is_few ? num_rows : (int)least(num_rows, round_up(ceil_div(num_rows, num_blocks), PANEL_ROWS));
-    num_blocks = num_rows == 0 ? 0 : ceil_div(num_rows, block_rows);
   }
 
   void lay_out_scratch() {
@@ -233,6 +236,7 @@ static void many_rows_chunk(LinearItem<P> item, int num_rows, int output, int co
 // The sums of up to C vectors of rows with a strip's outputs, transposed, to where they belong.
 template <class T, int C>
 static void store_panel(const BatonLinear& args, int row, int num_rows, int output, int count, const float* partial) {
+  const int64_t stride = args.out_stride;
   for (int c = 0; c < C; ++c) {
     const int rows = (int)least(num_rows - c * W, W);
     for (int at = 0; at < count; at += W) {
@@ -240,13 +244,17 @@ static void store_panel(const BatonLinear& args, int row, int num_rows, int outp
 #pragma GCC unroll 16
       for (int i = 0; i < W; ++i) square[i] = load(partial + ((at + i) * C + c) * W);
       transpose(square);
-      T* const out = static_cast<T*>(args.out) + (row + c * W) * args.out_stride + output + at;
-      const float* bias = args.bias ? args.bias + output + at : nullptr;
+      if (args.bias) {
+        const vf bias = load_up_to(args.bias + output + at, count - at);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) square[i] += bias;
+      }
+      T* const out = static_cast<T*>(args.out) + (row + c * W) * stride + output + at;
       if (rows == W && count - at >= W) {
 #pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) store_outputs(out + i * args.out_stride, square[i], bias, W);
+        for (int i = 0; i < W; ++i) store(out + i * stride, square[i]);
       } else {
-        for (int i = 0; i < rows; ++i) store_outputs(out + i * args.out_stride, square[i], bias, count - at);
+        for (int i = 0; i < rows; ++i) store_up_to(out + i * stride, square[i], count - at);
       }
     }
   }
