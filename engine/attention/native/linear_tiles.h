@@ -162,7 +162,7 @@ static void few_rows_tile(WordRows weight, const uint32_t* x, int num_words, boo
 // ---- many rows of x
 
 // Bytes that are wanted soon: pieces of `num_rows` rows. The tiles fetch some lines of them now and then, so that
-// reading the weight and computing go on side by side.
+// reading the weight and computing go on side by side. Into the second-level cache, as few_rows_tile does.
 struct Ahead {
   const char* next;
   const char* piece_end;

@@ -181,7 +181,8 @@ struct KeyPlace {
 // page, which the machine's own prefetcher does not foresee; and a core cannot wait for many lines at once, so that
 // memory would idle if they were asked for in one go. So it is done a few at a time, in the loops of the products. Of the
 // tile after that every fourth line is asked for before: it brings the page's address and makes the machine's own
-// prefetcher, which can wait for more, bring some of the rest.
+// prefetcher, which can wait for more, bring some of the rest. All into the second-level cache, which waits for more
+// lines at once than the first does: on Zen 4 that reads scattered pages twice as fast.
 struct Fetcher {
   const char* next;
   const char* group_end;
