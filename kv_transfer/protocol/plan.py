@@ -23,24 +23,26 @@ def plan_copies(pairs: Sequence[tuple[int, int]], layout: KVLayout) -> list[Copy
     Few large copies cost a fraction of many small ones on every transport. The order of `pairs` is kept, so only
     pairs that follow each other are merged.
     """
-    size_bytes = layout.block_size_bytes
-    copies: list[Copy] = []
-    first, last = (0, 0), (-2, -2)
-    length = 0
-    for pair in pairs:
-        if length and pair == (last[0] + 1, last[1] + 1):
-            length += 1
-        else:
-            if length:
-                copies.append(Copy(first[0] * size_bytes, first[1] * size_bytes, length * size_bytes))
-            first, length = pair, 1
-        last = pair
-    if length:
-        copies.append(Copy(first[0] * size_bytes, first[1] * size_bytes, length * size_bytes))
-    return copies
+    return merge_copies(plan_block_copies(pairs, layout))
 
 
 def plan_block_copies(pairs: Sequence[tuple[int, int]], layout: KVLayout) -> list[Copy]:
     """As plan_copies, one copy a pair: for writes whose checksums are wanted a block."""
     size_bytes = layout.block_size_bytes
     return [Copy(source * size_bytes, target * size_bytes, size_bytes) for source, target in pairs]
+
+
+def merge_copies(copies: Sequence[Copy]) -> list[Copy]:
+    """The same bytes in fewer copies: those that follow each other in the list and on both sides become one."""
+    merged: list[Copy] = []
+    for copy in copies:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and copy.source_bytes == last.source_bytes + last.size_bytes
+            and copy.target_bytes == last.target_bytes + last.size_bytes
+        ):
+            merged[-1] = Copy(last.source_bytes, last.target_bytes, last.size_bytes + copy.size_bytes)
+        else:
+            merged.append(copy)
+    return merged
