@@ -13,6 +13,7 @@ from cluster.agent.leg_output import LegOutput
 from cluster.agent.legs import Leg, LegKind, LegTable, Phase, push_key_of
 from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.outbox import Outbox
+from cluster.agent.peer_links import PeerLinks
 from cluster.agent.pushes import Pushes, PushRefusedError
 from cluster.agent.stepper import Stepper
 from cluster.agent.translation import (
@@ -66,6 +67,7 @@ class LegControl:
         pushes: Pushes,
         outbox: Outbox,
         legs: LegTable,
+        links: PeerLinks,
     ) -> None:
         self._config = config
         self._block_size = config.scheduler.block_size
@@ -77,6 +79,7 @@ class LegControl:
         self._outbox = outbox
         self._output = LegOutput(outbox)
         self._legs = legs
+        self._links = links
         self._unstarted: dict[SequenceKey, Leg] = {}
         self._lost_peers: Recent[PeerId | None, None] = Recent(config.push_limits.max_fenced_lives)
         self._messages: list[WorkerMessage] = []
@@ -347,6 +350,7 @@ class LegControl:
         """Prefill is done. Its blocks stay in use by the push alone."""
         self._pool.release(self._stepper.scheduler.take_blocks(leg.lead_key))
         self._output.hand_over(now_ns, leg)
+        leg.kv_transport = self._links.transport_of(leg.peer) or leg.kv_transport
         outcome = None if leg.running else leg.outcome
         self._messages.append(PrefillDone(attempt=leg.attempt, outcome=outcome, timeline=leg.timeline(now_ns)))
         if outcome is None:
@@ -387,6 +391,7 @@ class LegControl:
             self.fail(now_ns, leg, Outcome.INTERNAL, str(error), retryable=False)
             return
         leg.joined_ns = now_ns
+        leg.kv_transport = self._links.transport_of(leg.peer) or leg.kv_transport
         leg.kv_bytes = arrived.stats.size_bytes
         leg.kv_early_bytes = arrived.stats.early_bytes
         self._messages.append(Committed(attempt=leg.attempt, timeline=leg.timeline(now_ns)))
