@@ -74,8 +74,10 @@ class WorkerMetrics:
             "What was measured when the connection over which this worker pushes KV to the peer was made.",
             labels=(*_LABELS, "peer", "transport"),
         )
-        for link in self._state.links():
-            family.add_metric((*self._labels, link.peer.name, link.transport), link.bandwidth_bytes_per_s)
+        # Of two lives of one name, the later one: a page has every combination of labels once.
+        by_name = {link.peer.name: link for link in self._state.links()}
+        for name, link in by_name.items():
+            family.add_metric((*self._labels, name, link.transport), link.bandwidth_bytes_per_s)
         return family
 
     def _counter(self, name: str, documentation: str, value: int) -> Metric:

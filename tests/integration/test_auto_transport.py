@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from kv_transfer.transport.auto_dial import CONNECT_TIMEOUT_S
+from cluster.agent.pool import open_pool
+from cluster.agent.settings import WorkerSettings
+from cluster.core.ids import Role, WorkerId
+from kv_transfer.transport.auto_dial import CONNECT_TIMEOUT_S, PROBE_BYTES
+from kv_transfer.transport.auto_wire import decode_endpoint
 from kv_transfer.transport.backends import why_unavailable
 from kv_transfer.transport.base import Connected, ConnectFailed, Copy, Notified, PeerId, TransportError
 from tests.support.transport_lives import BLOCK_BYTES, POOL_BYTES, ProcessLife, ProcessWire, connect, content
@@ -79,3 +84,33 @@ def test_a_backend_that_is_not_there_is_refused_by_name() -> None:
             wire.start(DECODE)
     finally:
         wire.close()
+
+
+def settings(transport: str) -> WorkerSettings:
+    return WorkerSettings(
+        worker=WorkerId("d0", 1),
+        pool="decode",
+        role=Role.DECODE,
+        coordinator_address="127.0.0.1:1",
+        model_dir=Path("absent"),
+        dtype="float32",
+        num_blocks=1,
+        transport=transport,
+    )
+
+
+def test_a_workers_pool_has_its_blocks_in_front_and_the_probe_area_behind() -> None:
+    pool = open_pool(settings("shm"), 10_000)
+    try:
+        assert (len(pool.buffer), pool.memory.size) == (10_000, 10_000)
+        where = decode_endpoint(pool.transport.endpoint())
+        assert [name for name, _ in where.endpoints] == ["shm"]
+        assert where.probe_offset_bytes >= 10_000 and where.probe_size_bytes == PROBE_BYTES
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("transport", ["loopback", "nccl", "pigeon"])
+def test_a_transport_that_reaches_no_other_process_is_refused(transport: str) -> None:
+    with pytest.raises(ValueError, match=f"transport: {transport} does not reach"):
+        open_pool(settings(transport), 10_000)
