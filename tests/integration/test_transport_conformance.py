@@ -261,8 +261,9 @@ def test_unknown_peers_are_refused(start: Start) -> None:
         writer.call("write", target.me, [], b"")
     connect(writer, target)
     for stranger in (next_life(DECODE), PeerId("decode-1", 3)):
-        with pytest.raises(UnknownPeerError):
-            writer.call("write", stranger, [Copy(0, 0, 8)], b"")
+        for copies in ([], [Copy(0, 0, 8)]):
+            with pytest.raises(UnknownPeerError):
+                writer.call("write", stranger, copies, b"")
     writer.call("disconnect", target.me)
     with pytest.raises(UnknownPeerError):
         writer.call("write", target.me, [], b"")

@@ -31,6 +31,7 @@ from kv_transfer.transport.base import (
     PeerId,
     Transport,
     TransportEvent,
+    UnknownPeerError,
     WriteCompleted,
     WriteFailed,
 )
@@ -361,26 +362,36 @@ class ProcessWire:
 class LoopbackLife:
     """See Life."""
 
-    def __init__(self, hub: LoopbackHub, me: PeerId, seed: int) -> None:
+    def __init__(self, wire: LoopbackWire, me: PeerId, seed: int) -> None:
         self.me = me
         self.events: list[TransportEvent] = []
-        self._hub = hub
+        self._wire = wire
         self._pool = bytearray(content(seed))
-        self._transport = LoopbackTransport(hub, me, memoryview(self._pool))
+        self._transport = LoopbackTransport(wire.hub, me, memoryview(self._pool))
+        self._is_held = False
+        self._flooded: PeerId | None = None
         self.endpoint = self._transport.endpoint()
+
+    def look(self) -> None:
+        """Polls, unless that is left to the test."""
+        if self._is_held:
+            return
+        events = self._transport.poll()
+        self.events += events
+        for event in events:
+            if isinstance(event, WriteCompleted | WriteFailed) and self._flooded is not None:
+                self._write_all(self._flooded)
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
         return getattr(self._transport, method)(*args, **options)
 
     def wait_for(self, *kinds: type[TransportEvent]) -> TransportEvent:
         while True:
-            self.events += self._transport.poll()
+            self.look()
             for position, event in enumerate(self.events):
                 if isinstance(event, kinds):
                     return self.events.pop(position)
-            due_ns = self._hub.next_due_ns()
-            assert due_ns is not None, f"nothing more happens, and {self.me.name} has only {self.events}"
-            self._hub.advance(due_ns)
+            assert self._wire.step(), f"nothing more happens, and {self.me.name} has only {self.events}"
 
     def read(self, offset_bytes: int, size_bytes: int) -> bytes:
         return bytes(self._pool[offset_bytes : offset_bytes + size_bytes])
@@ -389,35 +400,37 @@ class LoopbackLife:
         self._pool[:] = bytes(len(self._pool))
 
     def hold(self) -> None:
-        self._transport.fileno()
+        self._is_held = True
 
     def is_readable(self, timeout_s: float) -> bool:
         del timeout_s
-        drain(self._hub)
+        self._wire.settle()
         return bool(select.select([self._transport.fileno()], [], [], 0)[0])
 
     def flood(self, peer: PeerId) -> None:
+        self._flooded = peer
         for _ in range(MAX_FLOOD_WRITES):
-            self._transport.write(peer, [Copy(0, 0, len(self._pool))], b"flood")
+            self._write_all(peer)
 
     def stop(self) -> None:
-        self._hub.pause(self.me)
+        self._wire.hub.pause(self.me)
 
     def wake(self) -> None:
-        self._hub.resume(self.me)
+        self._wire.hub.resume(self.me)
 
     def kill(self) -> None:
-        self._hub.crash(self.me)
+        self._wire.hub.crash(self.me)
 
     def close(self) -> None:
+        self._flooded = None
         self._transport.close()
         self._transport.close()
 
-
-def drain(hub: LoopbackHub) -> None:
-    """Lets everything happen that is under way."""
-    while (due_ns := hub.next_due_ns()) is not None:
-        hub.advance(due_ns)
+    def _write_all(self, peer: PeerId) -> None:
+        try:
+            self._transport.write(peer, [Copy(0, 0, len(self._pool))], b"flood")
+        except UnknownPeerError:
+            self._flooded = None
 
 
 class LoopbackWire:
@@ -427,22 +440,33 @@ class LoopbackWire:
     pool_bytes = POOL_BYTES
 
     def __init__(self) -> None:
-        self._hub = LoopbackHub(random.Random(0))
+        self.hub = LoopbackHub(random.Random(0))
         self._lives: list[LoopbackLife] = []
 
     def start(self, me: PeerId, seed: int = 0) -> LoopbackLife:
-        life = LoopbackLife(self._hub, me, seed)
+        life = LoopbackLife(self, me, seed)
         self._lives.append(life)
         return life
 
+    def step(self) -> bool:
+        """Lets the next thing happen, and everybody look; False if nothing is under way."""
+        due_ns = self.hub.next_due_ns()
+        if due_ns is None:
+            return False
+        self.hub.advance(due_ns)
+        for life in self._lives:
+            life.look()
+        return True
+
     def settle(self) -> None:
-        drain(self._hub)
+        while self.step():
+            continue
 
     def end_test(self) -> None:
         for life in self._lives:
             life.close()
         self._lives.clear()
-        self._hub = LoopbackHub(random.Random(0))
+        self.hub = LoopbackHub(random.Random(0))
 
     def close(self) -> None:
         self.end_test()
