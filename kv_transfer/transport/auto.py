@@ -199,10 +199,7 @@ class AutoTransport:
 
     def check_invariants(self) -> None:
         assert set(self._alarms) == set(self._dials), "an attempt that nothing would end"
-        self._peers.check_invariants()
-        for peer in self._dials:
-            known = self._peers.get(peer)
-            assert known is not None and known.outbound is None, f"{peer} is connected and being dialled"
+        self._peers.check_invariants(self._dials)
         assert all(left for left in self._fencing.values())
 
     # ---- choosing a backend ----------------------------------------------------------------------------------

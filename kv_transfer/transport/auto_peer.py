@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from kv_transfer.transport.base import PeerId
@@ -62,7 +63,9 @@ class Peers:
         links = [known.outbound for known in self._peers.values() if known.outbound is not None]
         return tuple(sorted(links, key=lambda link: link.peer))
 
-    def check_invariants(self) -> None:
+    def check_invariants(self, dialled: Container[PeerId]) -> None:
         for peer, known in self._peers.items():
+            assert known.linked or peer in dialled, f"{peer} is neither connected nor being dialled"
+            assert known.outbound is None or peer not in dialled, f"{peer} is connected and being dialled"
             for backend in (known.inbound, known.outbound.backend if known.outbound is not None else None):
                 assert backend is None or backend in known.linked, f"{peer} is known over {backend}, not connected"

@@ -211,6 +211,10 @@ def test_a_backend_that_fails_its_self_test_gives_way(net: Net, faults: Loopback
         net.run()
     assert writer.take() == [Connected(peer=DECODE)] and target.take() == [Connected(peer=PREFILL)]
     assert backend_of_link(writer) == ["slow"]
+    assert not net.hubs["fast"].is_connected(PREFILL, DECODE), "what was given up is left"
+    for end, peer in ((writer, DECODE), (target, PREFILL)):
+        known = end.transport._peers.get(peer)
+        assert known is not None and list(known.linked) == ["slow"]
     writer.transport.write(DECODE, [], b"hello")
     net.run()
     assert target.take() == [Notified(peer=PREFILL, payload=b"hello")]
@@ -300,6 +304,7 @@ def test_a_lost_connection_is_told_once_and_can_be_made_again(net: Net) -> None:
     assert writer.take() == [PeerGone(peer=DECODE, reason="unplugged")]
     assert target.take() == [PeerGone(peer=PREFILL, reason="unplugged")]
     assert writer.transport.links() == ()
+    assert writer.transport._peers.get(DECODE) is None and target.transport._peers.get(PREFILL) is None
     writer.dial(target)
     net.run()
     assert writer.take() == [Connected(peer=DECODE)] and target.take() == [Connected(peer=PREFILL)]
