@@ -417,11 +417,11 @@ def test_a_fenced_life_is_refused_and_its_next_one_welcome(pair: tuple[Life, Lif
     new.call("write", DECODE, [Copy(0, 0, BLOCK_BYTES)], b"new")
     assert target.wait_for(Notified) == Notified(peer=new.me, payload=b"new")
     assert target.read(0, BLOCK_BYTES) == content(2)[:BLOCK_BYTES]
-    if not has_been_killed(writer):
-        writer.events.clear()
-        writer.call("connect", DECODE, target.endpoint)
-        failed = writer.wait_for(ConnectFailed)
-        assert isinstance(failed, ConnectFailed) and failed.peer == DECODE
+    fenced = start(PREFILL) if has_been_killed(writer) else writer
+    fenced.events.clear()
+    fenced.call("connect", DECODE, target.endpoint)
+    failed = fenced.wait_for(ConnectFailed)
+    assert isinstance(failed, ConnectFailed) and failed.peer == DECODE
 
 
 def has_been_killed(life: Life) -> bool:
