@@ -14,7 +14,7 @@ from kv_transfer.transport.auto_dial import CONNECT_TIMEOUT_S, PROBE_BYTES
 from kv_transfer.transport.auto_wire import decode_endpoint
 from kv_transfer.transport.backends import why_unavailable
 from kv_transfer.transport.base import Connected, ConnectFailed, Copy, Notified, PeerId, TransportError
-from tests.support.transport_lives import BLOCK_BYTES, POOL_BYTES, ProcessLife, ProcessWire, connect, content
+from tests.support.transport_wires import BLOCK_BYTES, POOL_BYTES, ProcessLife, ProcessWire, connect, content
 
 DECODE = PeerId("decode-0", 3)
 PREFILL = PeerId("prefill-0", 5)

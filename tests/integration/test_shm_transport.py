@@ -29,8 +29,8 @@ from kv_transfer.transport.base import (
 from kv_transfer.transport.shm import MAX_NOTIFY_BYTES, ShmTransport
 from kv_transfer.transport.shm_pool import PoolMemoryError, available_memory_bytes, create_pool, map_pool
 from kv_transfer.transport.shm_wire import Endpoint, Hello, encode_endpoint, encode_frame
-from tests.support.transport_lives import POOL_BYTES as POOL
-from tests.support.transport_lives import TIMEOUT_S, ProcessLife, ProcessWire, content
+from tests.support.transport_wires import POOL_BYTES as POOL
+from tests.support.transport_wires import TIMEOUT_S, ProcessLife, ProcessWire, content
 
 DECODE = PeerId("decode-0", 3)
 PREFILL = PeerId("prefill-0", 5)

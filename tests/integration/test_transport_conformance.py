@@ -24,7 +24,7 @@ from kv_transfer.transport.base import (
     WriteCompleted,
     WriteFailed,
 )
-from tests.support.transport_lives import (
+from tests.support.transport_wires import (
     AUTO,
     BLOCK_BYTES,
     POOL_BYTES,
