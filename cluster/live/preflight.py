@@ -1,5 +1,4 @@
-"""What can be found wrong with a cluster file before anything is started: model, memory, ports, cores,
-transport."""
+"""What can be found wrong with a cluster file before anything is started: model, memory, ports, cores, transport."""
 
 from __future__ import annotations
 
