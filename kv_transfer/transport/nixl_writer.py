@@ -83,6 +83,7 @@ class Writer:
         if self._write is not None:
             quiesced = self._has_peer_let_go or not self._write.is_in_flight
             self.desk.report(WriteEnded(handle=self._write.job.handle, failure=reason, quiesced=quiesced))
+            self._write = None  # it knows us, too, and the pool could not be closed before a cycle is collected
         self._fail_jobs(reason, self.desk.finish())
         self.desk.report(Ended(desk=self.desk, reason=reason))
 
@@ -110,6 +111,8 @@ class Writer:
         self._peer_base_address = welcome.base_address
         self.desk.target_size_bytes = welcome.size_bytes
         self._peer_agent = agent.add_peer(welcome.agent_metadata())
+        if self.desk.order is not Order.SERVE:  # given up while the library blocked
+            raise LinkEndedError(self.desk.reason)
         agent.probe(self._peer_agent, PROBE)
         kind, _ = self._await_frame(link, deadline_s)
         if kind != READY:
@@ -222,17 +225,18 @@ class Writer:
     # ---- the end ---------------------------------------------------------------------------------------------
 
     def _leave(self, link: ControlLink) -> None:
-        """Asks the other end to let go: from its BYE on nothing of a write under way can land there.
-
-        Raises: TransportError, LinkEndedError among them when it says BYE."""
+        """Asks the other end to let go: from its BYE on nothing of a write under way can land there."""
         deadline_s = time.monotonic() + self._limits.leave_timeout_s
         self._fail_jobs(self.desk.reason or "the connection has ended", self.desk.take_jobs())
         link.say(LEAVE)
-        while self.desk.order is not Order.DROP and time.monotonic() < deadline_s:
-            link.flush()
-            link.receive()
-            self._take_frames(link)
-            link.wait(HANDSHAKE_POLL_S)
+        try:
+            while self.desk.order is not Order.DROP and time.monotonic() < deadline_s:
+                link.flush()
+                link.receive()
+                self._take_frames(link)
+                link.wait(HANDSHAKE_POLL_S)
+        except TransportError as error:
+            _log.debug("left %s: %s", self._peer, error)
 
     def _destroy_agent(self) -> None:
         """From here on nothing reads our memory; what has left it may still land in the peer's."""
