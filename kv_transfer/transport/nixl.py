@@ -1,4 +1,4 @@
-"""nixl: one-sided writes between hosts, over whatever UCX finds (RDMA, TCP, shared memory), from and into host memory.
+"""nixl: one-sided writes between hosts, over RDMA or TCP as UCX finds it, from and into host memory.
 
 Two ways lead from a writer to the life that it writes to. Blocks go through nixl. Everything else goes over a small
 TCP connection beside it: the handshake, notifications, heartbeats, and the word that somebody leaves. A notification

@@ -88,7 +88,7 @@ class Reader:
             link.say_frame(encode_handshake(Refused(reason=str(error))))
             raise
         name = f"{self._me.name}.{self._me.incarnation}.{secrets.token_hex(8)}"
-        self._agent = agent = NixlAgent(name, self._memory, self._host)
+        self._agent = agent = NixlAgent(name, self._memory, self._host, self._limits.silence_timeout_s)
         welcome = Welcome(
             base_address=agent.base_address, size_bytes=self._memory.size, metadata=agent.metadata().hex()
         )

@@ -102,7 +102,7 @@ class Writer:
         link.flush()
         # Made while the other end makes its own. Names must differ between all agents that ever meet.
         name = f"{self._me.name}.{self._me.incarnation}.{secrets.token_hex(8)}"
-        self._agent = agent = NixlAgent(name, self._memory, where.host)
+        self._agent = agent = NixlAgent(name, self._memory, where.host, self._limits.silence_timeout_s)
         welcome = decode_handshake(*self._await_frame(link, deadline_s))
         if isinstance(welcome, Refused):
             raise LinkEndedError(f"refused: {welcome.reason}")
