@@ -34,6 +34,8 @@ class ControlLink:
         self._limits = limits
         self._reader = FrameReader()
         self._unsent = bytearray()
+        self._failure = ""
+        """Why nothing can be sent any more."""
         self.frames: deque[tuple[int, bytes]] = deque()
         """What has arrived and was not yet taken: (kind, body)."""
         self._epoll = select.epoll()
@@ -50,7 +52,6 @@ class ControlLink:
         self._unsent += frame
 
     def flush(self) -> None:
-        """Raises: LinkEndedError."""
         was_full, self.is_full = self.is_full, False
         while self._unsent and not self.is_full:
             try:
@@ -58,8 +59,9 @@ class ControlLink:
                 self._said_s = time.monotonic()
             except BlockingIOError:
                 self.is_full = True
-            except OSError as error:
-                raise LinkEndedError(str(error)) from error
+            except OSError as error:  # the other end may have said why before it closed: `receive` comes to that
+                self._failure = str(error)
+                self._unsent.clear()
         if self.is_full != was_full:
             mask = select.EPOLLIN | (select.EPOLLOUT if self.is_full else 0)
             self._epoll.modify(self._connection.fileno(), mask)
@@ -74,11 +76,13 @@ class ControlLink:
             silence_s = time.monotonic() - self._heard_s
             if silence_s >= self._limits.silence_timeout_s:
                 raise LinkEndedError(f"silent for {silence_s:.1f} s") from None
+            if self._failure:
+                raise LinkEndedError(self._failure) from None
             return
         except OSError as error:
             raise LinkEndedError(str(error)) from error
         if not data:
-            raise LinkEndedError("closed")
+            raise LinkEndedError(self._failure or "closed")
         self._heard_s = time.monotonic()
         self.frames += self._reader.feed(data)
 
@@ -91,10 +95,7 @@ class ControlLink:
     def close(self, kind: int, body: bytes = b"") -> None:
         """Says a last word, if the other end still listens."""
         self.say(kind, body)
-        try:
-            self.flush()
-        except LinkEndedError:
-            self._unsent.clear()
+        self.flush()
         self._epoll.close()
         self._connection.close()
 

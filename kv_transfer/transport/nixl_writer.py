@@ -129,6 +129,8 @@ class Writer:
             link.receive()
             while link.frames:
                 kind, body = link.frames.popleft()
+                if kind == BYE:
+                    raise LinkEndedError(body.decode(errors="replace"))
                 if kind != PING:
                     return kind, body
             link.flush()
@@ -162,16 +164,19 @@ class Writer:
     def _take_frames(self, link: ControlLink) -> None:
         """Raises: LinkEndedError if the other end has let go."""
         has_arrived = False
-        while link.frames:
+        farewell: str | None = None
+        while link.frames and farewell is None:
             kind, body = link.frames.popleft()
             if kind == NOTIFY:
                 self.desk.arrived.append(body)
                 has_arrived = True
             elif kind == BYE:
-                self._has_peer_let_go = True
-                raise LinkEndedError(body.decode(errors="replace"))
+                farewell = body.decode(errors="replace")
         if has_arrived:
             self.desk.report(Arrived(desk=self.desk))
+        if farewell is not None:
+            self._has_peer_let_go = True
+            raise LinkEndedError(farewell)
         if len(self.desk.arrived) > MAX_QUEUED:
             raise LinkEndedError(f"{MAX_QUEUED} notifications were left unread")
 

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(
 
 BLOCK = 360 * 1024
 POOL = 16 * BLOCK
-LIMITS = NixlLimits(heartbeat_interval_s=0.2, silence_timeout_s=1.0, transfer_timeout_s=1.0, connect_timeout_s=5.0)
+LIMITS = NixlLimits(heartbeat_interval_s=0.2, silence_timeout_s=1.5, transfer_timeout_s=1.0, connect_timeout_s=5.0)
 KIND = Kind(path="kv_transfer.transport.nixl:NixlTransport", pool_size_bytes=POOL, options={"limits": LIMITS})
 DECODE = PeerId("decode-0", 3)
 PREFILL = PeerId("prefill-0", 5)
