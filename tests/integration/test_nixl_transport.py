@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(
 
 BLOCK = 360 * 1024
 POOL = 16 * BLOCK
-LIMITS = NixlLimits(heartbeat_interval_s=0.2, silence_timeout_s=1.5, transfer_timeout_s=1.0, connect_timeout_s=5.0)
+LIMITS = NixlLimits(heartbeat_interval_s=0.2, silence_timeout_s=1.5, transfer_timeout_s=2.5, connect_timeout_s=5.0)
 KIND = Kind(path="kv_transfer.transport.nixl:NixlTransport", pool_size_bytes=POOL, options={"limits": LIMITS})
 DECODE = PeerId("decode-0", 3)
 PREFILL = PeerId("prefill-0", 5)
@@ -336,14 +336,14 @@ def test_stopped_receiver_is_given_up_in_time(wire: str, writer: Life, start_chi
 
 
 def test_peer_that_talks_but_takes_no_data_is_given_up(
-    here: Life, writer: Life, monkeypatch: pytest.MonkeyPatch
+    here: Life, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    hasty = Kind(path=KIND.path, pool_size_bytes=POOL, options={"limits": NixlLimits(transfer_timeout_s=0.5)})
+    writer = Life(hasty, PREFILL)
+    request.addfinalizer(writer.close)
     link(writer, here)
     monkeypatch.setattr(NixlAgent, "progress", lambda self: [])
     handle = writer.transport.write(DECODE, [Copy(0, 0, POOL)], b"x")
-    while not any(isinstance(event, WriteFailed) for event in writer.events):
-        here.poll(0.01)
-        writer.poll(0.01)
     failed = writer.wait_for_write(handle)
     assert isinstance(failed, WriteFailed) and failed.quiesced, "the other end has let go of its agent"
     gone = writer.wait_for(PeerGone)
