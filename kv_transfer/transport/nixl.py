@@ -264,8 +264,6 @@ class NixlTransport:
             return f"this is {self.me.name} (incarnation {self.me.incarnation})"
         if writer in self._fencing or writer in self._fenced:
             return f"{writer.name} (incarnation {writer.incarnation}) is fenced"
-        if writer in self._admitted.values():
-            return f"{writer.name} (incarnation {writer.incarnation}) is connected already"
         return None
 
     # ---- what the threads report -----------------------------------------------------------------------------
@@ -297,6 +295,11 @@ class NixlTransport:
             _log.warning("refused a nixl connection: %s", refusal)
             desk.drop(refusal)
             return
+        for old, writer in self._admitted.items():
+            if writer == hello.writer:
+                old.drop("it connects anew")  # who asks again has lost the connection that we may still see
+        if hello.writer in self._inbound:
+            self._lose(hello.writer, "it connects anew")
         self._admitted[desk] = hello.writer
         desk.admit(hello.writer)
 

@@ -67,9 +67,11 @@ class Reader:
         agent, self._agent = self._agent, None
         if agent is not None:
             agent.close()
+        jobs = self.desk.finish()
         if link is not None:
+            for job in jobs:
+                link.say(NOTIFY, job.notify)
             link.close(BYE, reason.encode())
-        self.desk.finish()
         self.desk.report(Ended(desk=self.desk, reason=reason))
 
     # ---- admission -------------------------------------------------------------------------------------------

@@ -78,13 +78,15 @@ class Writer:
         except (OSError, TransportError) as error:
             reason = str(error)
         self._destroy_agent()
+        jobs = self.desk.finish()
         if link is not None:
+            _say_notifications(link, jobs)
             link.close(LEAVE)
         if self._write is not None:
             quiesced = self._has_peer_let_go or not self._write.is_in_flight
             self.desk.report(WriteEnded(handle=self._write.job.handle, failure=reason, quiesced=quiesced))
             self._write = None  # it knows us, too, and the pool could not be closed before a cycle is collected
-        self._fail_jobs(reason, self.desk.finish())
+        self._fail_jobs(reason, jobs)
         self.desk.report(Ended(desk=self.desk, reason=reason))
 
     # ---- connecting ------------------------------------------------------------------------------------------
@@ -232,7 +234,9 @@ class Writer:
     def _leave(self, link: ControlLink) -> None:
         """Asks the other end to let go: from its BYE on nothing of a write under way can land there."""
         deadline_s = time.monotonic() + self._limits.leave_timeout_s
-        self._fail_jobs(self.desk.reason or "the connection has ended", self.desk.take_jobs())
+        jobs = self.desk.take_jobs()
+        _say_notifications(link, jobs)
+        self._fail_jobs(self.desk.reason or "the connection has ended", jobs)
         link.say(LEAVE)
         try:
             while self.desk.order is not Order.DROP and time.monotonic() < deadline_s:
@@ -253,3 +257,10 @@ class Writer:
                 _log.debug("a transfer to %s did not end in order: %s", self._peer, error)
         if agent is not None:
             agent.close()
+
+
+def _say_notifications(link: ControlLink, jobs: Sequence[Job]) -> None:
+    """Those alone, of jobs that will not be carried out: they were reported as completed when they were posted."""
+    for job in jobs:
+        if not job.copies:
+            link.say(NOTIFY, job.notify)

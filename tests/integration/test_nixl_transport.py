@@ -31,7 +31,14 @@ from kv_transfer.transport.base import (
 from kv_transfer.transport.nixl import MAX_NOTIFY_BYTES
 from kv_transfer.transport.nixl_agent import LIBRARIES, NixlAgent
 from kv_transfer.transport.nixl_limits import NixlLimits
-from kv_transfer.transport.nixl_wire import Endpoint, Hello, encode_endpoint, encode_frame, encode_handshake
+from kv_transfer.transport.nixl_wire import (
+    Endpoint,
+    Hello,
+    decode_endpoint,
+    encode_endpoint,
+    encode_frame,
+    encode_handshake,
+)
 from tests.support.transport_lives import TIMEOUT_S, Child, Kind, Life, children, link, pool_bytes
 
 pytestmark = pytest.mark.skipif(
@@ -247,8 +254,8 @@ def test_library_that_blocks_for_long_does_not_delay_the_word(
     ],
 )
 def test_strangers_are_turned_away(here: Life, frame: bytes) -> None:
-    port = int(here.transport.endpoint().decode().split('"port": ')[1].split(",")[0])
-    with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as stranger:
+    where = decode_endpoint(here.transport.endpoint())
+    with socket.create_connection((where.host, where.port), TIMEOUT_S) as stranger:
         stranger.sendall(frame)
         here.poll(TIMEOUT_S)
         deadline_s = time.monotonic() + TIMEOUT_S
@@ -262,6 +269,41 @@ def test_strangers_are_turned_away(here: Life, frame: bytes) -> None:
                     break
         assert b"metadata" not in answer and time.monotonic() < deadline_s
     assert here.events == []
+
+
+def test_life_that_connects_anew_has_lost_its_connection(here: Life, writer: Life) -> None:
+    link(writer, here)
+    where = decode_endpoint(here.transport.endpoint())
+    hello = Hello(
+        writer_name=PREFILL.name,
+        writer_incarnation=PREFILL.incarnation,
+        target_name=DECODE.name,
+        target_incarnation=DECODE.incarnation,
+        token=where.token,
+    )
+    with socket.create_connection((where.host, where.port), TIMEOUT_S) as again:
+        again.sendall(encode_handshake(hello))
+        assert here.wait_for(PeerGone) == PeerGone(peer=PREFILL, reason="it connects anew")
+        assert isinstance(writer.wait_for(PeerGone), PeerGone)
+        here.transport.fence(PREFILL)
+        assert here.wait_for(Fenced) == Fenced(peer=PREFILL)
+        again.settimeout(TIMEOUT_S)
+        while again.recv(1000):
+            pass
+
+
+def test_last_words_are_heard(here: Life, writer: Life) -> None:
+    link(writer, here)
+    link(here, writer)
+    writer.transport.write(DECODE, [], b"abort")
+    writer.transport.disconnect(DECODE)
+    assert payload_of(here.wait_for(Notified)) == b"abort"
+    assert isinstance(here.wait_for(PeerGone), PeerGone)
+    link(writer, here)
+    here.transport.write(PREFILL, [], b"committed")
+    here.transport.close()
+    assert payload_of(writer.wait_for(Notified)) == b"committed"
+    assert isinstance(writer.wait_for(PeerGone), PeerGone)
 
 
 def test_ranges_outside_of_the_pools_raise(here: Life, writer: Life) -> None:
