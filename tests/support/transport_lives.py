@@ -12,7 +12,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,7 +20,17 @@ from typing import Any
 import numpy as np
 
 from kv_transfer.checksum import as_memory
-from kv_transfer.transport.base import Copy, PeerId, Transport, TransportEvent, WriteCompleted, WriteFailed
+from kv_transfer.transport.base import (
+    Connected,
+    ConnectFailed,
+    Copy,
+    PeerId,
+    Transport,
+    TransportEvent,
+    UnknownPeerError,
+    WriteCompleted,
+    WriteFailed,
+)
 from kv_transfer.transport.shm_pool import PoolMemory, create_pool
 
 TIMEOUT_S = 30.0
@@ -82,12 +92,13 @@ def child_main(kind: Kind, me: PeerId, seed: int, pipe: Connection) -> None:
 
 
 def hammer(transport: Transport, pipe: Connection, peer: PeerId, copies: list[Copy]) -> None:
-    """Writes over and over, two at a time, until a write fails; the events after the first failure are reported."""
+    """Writes over and over, two at a time, until something fails; that and the events with it are reported."""
     pending = 0
     while True:
-        while pending < 2:
-            transport.write(peer, copies, b"")
-            pending += 1
+        with suppress(UnknownPeerError):  # it has ended, and an event will say so
+            while pending < 2:
+                transport.write(peer, copies, b"")
+                pending += 1
         select.select([transport.fileno()], [], [])
         events = transport.poll()
         pending -= sum(isinstance(event, WriteCompleted) for event in events)
@@ -206,8 +217,6 @@ class Life:
 
 def link(writer: Life, reader: Life) -> None:
     """Connects two lives of one process; both must poll for it."""
-    from kv_transfer.transport.base import Connected, ConnectFailed
-
     writer.transport.connect(reader.me, reader.transport.endpoint())
     deadline_s = time.monotonic() + TIMEOUT_S
     wanted = {id(writer), id(reader)}
