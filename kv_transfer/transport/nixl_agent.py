@@ -26,10 +26,10 @@ LOOPBACK = "127.0.0.1"
 
 # With cross-memory attach (cma) the writer's kernel writes into our pages and no act of ours stops it; all else ends
 # with the agent. UCX's other ways through shared memory would pass the fence, but they take 4 MiB of /dev/shm and as
-# much System V memory for every agent, are slower than TCP over the loopback device, and lives on one host have the shm
-# transport. So none of them ("sm") is used. Segments of TCP are enlarged because 8 KiB cost a third of its speed.
+# much System V memory for every agent, are no faster than TCP over the loopback device, and for lives on one host there
+# is the shm transport. So none of them ("sm") is used.
 _NO_SHARED_MEMORY = "TLS=^sm"
-_TCP = "TCP_TX_SEG_SIZE=64k,TCP_RX_SEG_SIZE=64k,TCP_SYN_CNT=2"
+_CONNECT_ATTEMPTS = "TCP_SYN_CNT=2"
 _LOOPBACK_ONLY = "NET_DEVICES=lo"
 _WITH_CMA = frozenset(("all", "cma", "sm", "shm"))
 """Names of UCX for sets of its transports in which cma is."""
@@ -105,7 +105,7 @@ class NixlAgent:
             backends=[],
             sync_mode=library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
-        engine_config = [_NO_SHARED_MEMORY, _TCP, f"TCP_USER_TIMEOUT={silence_timeout_s * 1e3:.0f}ms"]
+        engine_config = [_NO_SHARED_MEMORY, _CONNECT_ATTEMPTS, f"TCP_USER_TIMEOUT={silence_timeout_s * 1e3:.0f}ms"]
         if host == LOOPBACK:
             engine_config.append(_LOOPBACK_ONLY)
         self._agent = _call(library.nixl_agent, name, config)
