@@ -135,7 +135,11 @@ class NixlTransport:
         if len(self._desks) >= MAX_CONNECTIONS:
             self._emit(ConnectFailed(peer=peer, reason=f"there are {MAX_CONNECTIONS} connections already"))
             return
-        writer = Writer(self.me, peer, endpoint, self._memory, self._limits, self._report)
+        try:
+            writer = Writer(self.me, peer, endpoint, self._memory, self._limits, self._report)
+        except OSError as error:  # no descriptor is left
+            self._emit(ConnectFailed(peer=peer, reason=str(error)))
+            return
         desk = writer.desk
         timer = threading.Timer(
             self._limits.connect_timeout_s, functools.partial(self._report, DialTimedOut(desk=desk))
@@ -239,6 +243,9 @@ class NixlTransport:
                 assert desk.peer == peer and desk in self._desks
         for desk, peer in self._admitted.items():
             assert desk.peer == peer and desk in self._desks
+        for peer, (desk, _) in self._dials.items():
+            assert desk.peer == peer and desk in self._desks and peer not in self._outbound
+        assert len(self._desks) <= MAX_CONNECTIONS and all(handle < self._next_handle for handle in self._writes)
         assert all(desk in self._admitted for desk in self._inbound.values())
         assert all(peer in self._admitted.values() for peer in self._fencing), "a fence waits for nothing"
         assert not any(peer in self._inbound or peer in self._fenced for peer in self._fencing)
@@ -254,7 +261,12 @@ class NixlTransport:
             if len(self._desks) >= MAX_CONNECTIONS:
                 connection.close()
                 continue
-            reader = Reader(self.me, connection, self._memory, self._host, self._limits, self._report)
+            try:
+                reader = Reader(self.me, connection, self._memory, self._host, self._limits, self._report)
+            except OSError as error:
+                _log.warning("turned a nixl connection away: %s", error)
+                connection.close()
+                continue
             self._desks[reader.desk] = None
             reader.desk.start(reader.run, "kv-nixl-reader")
 

@@ -32,6 +32,7 @@ from kv_transfer.transport.base import (
     WriteFailed,
 )
 from kv_transfer.transport.shm_pool import PoolMemory, create_pool
+from tests.support import network_namespaces
 
 TIMEOUT_S = 30.0
 SPAWN = multiprocessing.get_context("spawn")
@@ -39,11 +40,13 @@ SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Which transport, with what pool. `options` are its class's keyword arguments."""
+    """Which transport, with what pool. `options` are its class's keyword arguments. A child enters the network
+    namespace that is named."""
 
     path: str
     pool_size_bytes: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    network_namespace: str = ""
 
     def make(self, me: PeerId, pool: PoolMemory) -> Transport:
         module, _, name = self.path.partition(":")
@@ -62,6 +65,8 @@ def fill(pool: PoolMemory, seed: int) -> None:
 
 def child_main(kind: Kind, me: PeerId, seed: int, pipe: Connection) -> None:
     """A worker process: does what it is told over `pipe`, reports its transport's events there."""
+    if kind.network_namespace:
+        network_namespaces.enter(kind.network_namespace)
     pool = create_pool(kind.pool_size_bytes)
     fill(pool, seed)
     transport = kind.make(me, pool)
@@ -84,6 +89,8 @@ def child_main(kind: Kind, me: PeerId, seed: int, pipe: Connection) -> None:
                 hammer(transport, pipe, *args)
             elif method == "pool":
                 pipe.send(("result", bytes(pool.mapping)))
+            elif method == "fill":
+                pipe.send(("result", fill(pool, *args)))
             else:
                 pipe.send(("result", getattr(transport, method)(*args, **options)))
     transport.close()
@@ -149,9 +156,9 @@ def children(kind: Kind) -> Iterator[Callable[..., Child]]:
     """Gives a function that starts a Child; at the end all of them are ended, stopped ones too."""
     started: list[Child] = []
 
-    def start(me: PeerId, seed: int = 1) -> Child:
+    def start(me: PeerId, seed: int = 1, another_kind: Kind | None = None) -> Child:
         ours, theirs = SPAWN.Pipe()
-        process = SPAWN.Process(target=child_main, args=(kind, me, seed, theirs), daemon=True)
+        process = SPAWN.Process(target=child_main, args=(another_kind or kind, me, seed, theirs), daemon=True)
         process.start()
         theirs.close()
         assert ours.poll(TIMEOUT_S)
