@@ -157,4 +157,4 @@ def _call(function: Any, *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:
-        raise NixlError(f"{getattr(function, '__name__', function)}: {error or type(error).__name__}") from error
+        raise NixlError(f"nixl {getattr(function, '__name__', function)}: {error or type(error).__name__}") from error
