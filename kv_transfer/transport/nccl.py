@@ -185,31 +185,34 @@ class NcclTransport:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                self._turn()
+                self._step()
+                self._wait(None)
             self._node.close(time.monotonic_ns())
             deadline_ns = time.monotonic_ns() + CLOSE_TIMEOUT_NS
             while not self._node.is_closed and time.monotonic_ns() < deadline_ns:
-                self._turn()
-            self._node.give_up()
+                self._wait(deadline_ns)
+                self._step()
         except Exception as error:
             self._failure = error
             _log.exception("the nccl transport's thread has failed")
             os.eventfd_write(self._event_fd, 1)
             raise
+        finally:
+            self._node.give_up()
 
-    def _turn(self) -> None:
-        """Commands, then all that can be done; then waits for more, not long while NCCL must be asked again."""
+    def _step(self) -> None:
         now_ns = time.monotonic_ns()
         while self._commands:
             self._commands.popleft()(now_ns)
         self._node.step(now_ns)
-        if self._commands:
-            return
+
+    def _wait(self, until_ns: int | None) -> None:
+        """For a command, a frame or a deadline; only a moment while NCCL must be asked again."""
         if self._node.is_busy:
             time.sleep(BUSY_POLL_S)
             return
-        deadline_ns = self._node.next_deadline_ns()
-        wait_s = None if deadline_ns is None else max(0.0, (deadline_ns - time.monotonic_ns()) / SECOND_NS)
-        for key, _ in self._node.selector.select(wait_s):
+        deadlines = [at_ns for at_ns in (until_ns, self._node.next_deadline_ns()) if at_ns is not None]
+        wait_s = max(0.0, (min(deadlines) - time.monotonic_ns()) / SECOND_NS) if deadlines else None
+        for key, _ in self._node.selector.select(wait_s):  # frames are left to the next step
             if key.fd == self._wake_fd:
                 os.eventfd_read(self._wake_fd)

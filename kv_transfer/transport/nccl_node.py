@@ -47,7 +47,6 @@ from kv_transfer.transport.nccl_wire import (
 )
 
 LISTEN_BACKLOG = 128
-_CLOSING = "it closes"
 
 _log = logging.getLogger(__name__)
 
@@ -164,12 +163,11 @@ class NcclNode:
 
     def close(self, now_ns: int) -> None:
         """Ends everything; `step` goes on until `is_closed`, or until nobody wants to wait for it any more."""
-        for peer in [*self._outbound, *self._inbound]:
+        for peer in self._peers():
             for link in self._links_of(peer):
-                self._end(link, _CLOSING, now_ns)
-        for stranger in self._strangers:
-            stranger.session.control.close()
-        self._strangers.clear()
+                self._end(link, "it closes", now_ns)
+        for stranger in list(self._strangers):
+            self._forget(stranger)
         self.selector.unregister(self._listener)
         self._listener.close()
 
@@ -178,12 +176,14 @@ class NcclNode:
         return not self._ending
 
     def give_up(self) -> None:
-        """Closes what has not ended after `close`."""
-        for link in self._ending:
-            _log.warning(
-                "%s (incarnation %d): the connection did not end in time", link.peer.name, link.peer.incarnation
-            )
+        """Closes every descriptor, whatever has not ended."""
+        for link in self._all_links():
+            peer = link.peer
+            _log.warning("the connection to %s (incarnation %d) has not ended in order", peer.name, peer.incarnation)
             link.session.control.close()
+        for stranger in self._strangers:
+            stranger.session.control.close()
+        self._listener.close()
         self.selector.close()
 
     # ---- time --------------------------------------------------------------------------------------------------

@@ -117,13 +117,14 @@ class ReceivingSide:
     def step(self, now_ns: int) -> None:
         """Raises: NcclError, NcclTimeoutError, ControlClosedError."""
         groups = self._groups()
-        if groups:
+        if not groups:
+            return
+        if self._communicator.is_ready():  # raises what has gone wrong in the meantime
             self._post(groups, now_ns)
-            self._hand_out()
-            for group in self._groups()[:1]:
-                if group.is_posted and now_ns >= group.deadline_ns:
-                    seconds = self._limits.group_timeout_ns / 1e9
-                    raise NcclTimeoutError(f"a group did not arrive within {seconds:.1f} s")
+        self._hand_out()
+        oldest = next(iter(self._groups()), None)
+        if oldest is not None and oldest.is_posted and now_ns >= oldest.deadline_ns:
+            raise NcclTimeoutError(f"a group did not arrive within {self._limits.group_timeout_ns / 1e9:.1f} s")
 
     def release(self) -> None:
         """The communicator is quiet: nothing of it is on the GPU any more."""
@@ -143,21 +144,17 @@ class ReceivingSide:
         return [item for item in self._arrivals if isinstance(item, _Arrival)]
 
     def _post(self, groups: list[_Arrival], now_ns: int) -> None:
-        for group in groups:
-            if group.mark is not None:
-                continue
-            if not self._communicator.is_ready():
-                return
-            if group.is_posted:
-                group.mark = self._communicator.completion()
-                continue
-            if not self._permits.take(self):
-                return
+        """Takes the first group that is not marked one step further."""
+        group = next((group for group in groups if group.mark is None), None)
+        if group is None:
+            return
+        if group.is_posted:
+            group.mark = self._communicator.completion()
+        elif self._permits.take(self):
             group.is_posted = True
             group.deadline_ns = now_ns + self._limits.group_timeout_ns
             self._communicator.receive(group.ranges)
             self._send_frame(encode_group(READY, group.number))
-            return
 
     def _hand_out(self) -> None:
         while self._arrivals:

@@ -44,13 +44,13 @@ MAX_FRAME_BYTES = 256 * 1024
 MAX_NOTIFY_BYTES = 64 * 1024 - 1
 MAX_ENDPOINT_BYTES = 4096
 MAX_REASON_BYTES = 1024
+MAX_PORT = 65_535
+MAX_NUMBER = (1 << 63) - 1
 LENGTH = struct.Struct("<I")
 _GROUP = struct.Struct("<Q")
 _ANNOUNCE = struct.Struct("<Q?I")
 _RANGE = struct.Struct("<QQ")
 _NUMBERS = ("version", "port", "size_bytes", "writer_incarnation", "target_incarnation")
-_LARGEST = {"port": (1 << 16) - 1}
-_LARGEST_NUMBER = (1 << 63) - 1
 
 T = TypeVar("T")
 
@@ -200,6 +200,7 @@ def _build(message_type: type[T], fields: dict[str, Any]) -> T:
         raise NcclProtocolError("damaged handshake") from error
     for name, value in fields.items():
         expected = int if name in _NUMBERS else str
-        if type(value) is not expected or (expected is int and not 0 <= value <= _LARGEST.get(name, _LARGEST_NUMBER)):
+        is_in_range = not isinstance(value, int) or 0 <= value <= (MAX_PORT if name == "port" else MAX_NUMBER)
+        if type(value) is not expected or not is_in_range:
             raise NcclProtocolError(f"damaged handshake: {name}")
     return message

@@ -106,11 +106,11 @@ class FakeCommunicator:
         self.has_stopped = False
         self._fabric = fabric
         self._pair = pair
-        self._memory = memory
+        self.memory = memory
         self._operations: deque[_Operation] = deque()
         self._num_ended = 0
         self._settling_left = fabric.num_settling_polls
-        self._abort_left = fabric.num_abort_polls
+        self._abort_left = 0
 
     # ---- NcclCommunicator ------------------------------------------------------------------------------------
 
@@ -145,7 +145,9 @@ class FakeCommunicator:
 
     def abort(self) -> None:
         with self._fabric.lock:
-            self.is_aborted = True
+            if not self.is_aborted:
+                self.is_aborted = True
+                self._abort_left = self._fabric.num_abort_polls
 
     def is_quiet(self) -> bool:
         with self._fabric.lock:
@@ -166,7 +168,7 @@ class FakeCommunicator:
         operation = self._operations[0]
         size_bytes = min(size_bytes, operation.left)
         start = operation.offset
-        data = bytes(size_bytes) if start is None else self._memory[start : start + size_bytes].tobytes()
+        data = bytes(size_bytes) if start is None else self.memory[start : start + size_bytes].tobytes()
         self._advance(operation, size_bytes)
         return data
 
@@ -174,7 +176,7 @@ class FakeCommunicator:
         operation = self._operations[0]
         size_bytes = min(len(data), operation.left)
         if operation.offset is not None:
-            self._memory[operation.offset : operation.offset + size_bytes] = np.frombuffer(
+            self.memory[operation.offset : operation.offset + size_bytes] = np.frombuffer(
                 bytes(data[:size_bytes]), "u1"
             )
         self._advance(operation, size_bytes)
@@ -198,7 +200,7 @@ class FakeCommunicator:
             self._check_usable()
             self.calls.append(kind)
             for offset, size in ranges:
-                assert size > 0 and (offset is None or 0 <= offset <= self._memory.size - size), "outside of the pool"
+                assert size > 0 and (offset is None or 0 <= offset <= self.memory.size - size), "outside of the pool"
                 self._operations.append(_Operation(offset, size))
                 self.sizes.append(size)
             self._settling_left = self._fabric.num_settling_polls
