@@ -35,6 +35,7 @@ class FakeFabric:
     step_bytes: int = 1 << 16
     """How much travels at a time, and how much fits into the library's own buffer."""
     num_settling_polls: int = 2
+    """Of communicators that are made from now on."""
     num_abort_polls: int = 3
     communicators: list[FakeCommunicator] = field(default_factory=list)
     """In the order in which they were made."""
@@ -101,6 +102,8 @@ class FakeCommunicator:
         self.sizes: list[int] = []
         """Of all operations ever posted."""
         self.error: str | None = None
+        self.gives_up_with: str | None = None
+        """The error with which the next operation ends that an event is asked about."""
         self.is_dead = False
         self.is_aborted = False
         self.has_stopped = False
@@ -109,7 +112,8 @@ class FakeCommunicator:
         self.memory = memory
         self._operations: deque[_Operation] = deque()
         self._num_ended = 0
-        self._settling_left = fabric.num_settling_polls
+        self.num_settling_polls = fabric.num_settling_polls
+        self._settling_left = self.num_settling_polls
         self._abort_left = 0
 
     # ---- NcclCommunicator ------------------------------------------------------------------------------------
@@ -185,6 +189,9 @@ class FakeCommunicator:
     def has_ended(self, count: int) -> bool:
         with self._fabric.lock:
             self._poll()
+            if self.gives_up_with is not None:
+                self.error = self.gives_up_with
+                return True
             return self._num_ended >= count or self.has_stopped
 
     def _advance(self, operation: _Operation, size_bytes: int) -> None:
@@ -203,7 +210,7 @@ class FakeCommunicator:
                 assert size > 0 and (offset is None or 0 <= offset <= self.memory.size - size), "outside of the pool"
                 self._operations.append(_Operation(offset, size))
                 self.sizes.append(size)
-            self._settling_left = self._fabric.num_settling_polls
+            self._settling_left = self.num_settling_polls
 
     def _check_usable(self) -> None:
         assert not self.is_aborted, "used after its abort"
