@@ -82,7 +82,7 @@ class ControlConnection:
         except BlockingIOError:
             _log.debug("the peer reads slowly; the selector tells when more can be sent")
         except OSError as error:
-            raise ControlClosedError(str(error)) from error
+            raise ControlClosedError((error.strerror or str(error)).lower()) from error
         self._update_watch()
 
     def receive(self) -> tuple[list[bytes], str | None]:
@@ -94,7 +94,7 @@ class ControlConnection:
         except BlockingIOError:
             data = b""
         except OSError as error:
-            data, ended = b"", str(error)
+            data, ended = b"", (error.strerror or str(error)).lower()
         self._received += data
         return self._take_frames(), ended
 

@@ -21,7 +21,7 @@ from kv_transfer.transport.nccl_library import RECEIVER_RANK
 from kv_transfer.transport.nccl_limits import NcclLimits
 from tests.support.nccl_world import POOL, STEP_NS, Life, World
 
-NUM_SEEDS = 150
+NUM_SEEDS = 60
 NUM_ACTIONS = 120
 NUM_WRITERS = 3
 SLOT = 4096
@@ -84,6 +84,10 @@ class History:
         self.check_sealed()
 
     def write(self, writer: Life) -> None:
+        link = writer.node._outbound.get(DECODE)
+        if (link is None or link.writing is None) and self.rng.random() < 0.9:
+            self.connect(writer)
+            return
         if writer.is_stopped or self.next_slot == POOL // SLOT:
             return
         slot, self.next_slot = self.next_slot, self.next_slot + 1
