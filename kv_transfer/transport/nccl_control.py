@@ -64,7 +64,6 @@ class ControlConnection:
     def watch(self, selector: selectors.BaseSelector, handler: Callable[[int], None]) -> None:
         """Until it is closed. `handler` replaces an earlier one, and takes the time in ns."""
         self._selector, self._handler = selector, handler
-        self._watched = 0
         self._update_watch()
 
     def send(self, frame: bytes) -> None:
@@ -106,6 +105,11 @@ class ControlConnection:
                 self._selector.unregister(self._socket)
             self._socket.close()
 
+    def _on_ready(self, now_ns: int) -> None:
+        """Called by whoever runs the selector."""
+        if not self.is_closed and self._handler is not None:  # else an earlier handler of this round has closed it
+            self._handler(now_ns)
+
     def _flush(self) -> None:
         if self.is_connecting:
             error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -129,10 +133,10 @@ class ControlConnection:
         wanted = selectors.EVENT_READ
         if self.is_connecting or self._unsent:
             wanted |= selectors.EVENT_WRITE
-        if not self._watched and self._socket not in self._selector.get_map():
-            self._selector.register(self._socket, wanted, self._handler)
+        if not self._watched:
+            self._selector.register(self._socket, wanted, self._on_ready)
         elif wanted != self._watched:
-            self._selector.modify(self._socket, wanted, self._handler)
+            self._selector.modify(self._socket, wanted, self._on_ready)
         self._watched = wanted
 
     def _take_frames(self) -> list[bytes]:

@@ -158,8 +158,12 @@ class NcclNode:
         self._lose(peer, "fenced", now_ns)
 
     def disconnect(self, peer: PeerId, now_ns: int) -> None:
+        reason = "disconnected"
         for link in self._links_of(peer):
-            self._end(link, "disconnected", now_ns)
+            was_dialling = isinstance(link, Outbound) and link.phase is not Phase.OPEN
+            self._end(link, reason, now_ns)
+            if was_dialling:
+                self._emit(ConnectFailed(peer=peer, reason=reason))
 
     def close(self, now_ns: int) -> None:
         """Ends everything; `step` goes on until `is_closed`, or until nobody wants to wait for it any more."""
@@ -314,8 +318,6 @@ class NcclNode:
 
     def _guard(self, link: Link, now_ns: int, action: Callable[[], None]) -> None:
         """Does it; what it raises ends the connection."""
-        if link.session.control.is_closed and link.phase is not Phase.ENDING:
-            return
         try:
             action()
         except TransportError as error:

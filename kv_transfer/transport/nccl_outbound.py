@@ -175,7 +175,8 @@ class Outbound:
             self.writing.on_arrived(decode_group(frame))
 
     def _finish(self, now_ns: int) -> None:
-        has_answer = self._is_quiet_there or self.session.control.is_closed
+        # Before the connection was open nothing was sent that could land.
+        has_answer = self._is_quiet_there or self.session.control.is_closed or self.writing is None
         is_quiet_here = self._communicator is None or self._is_quiet_here(self._communicator)
         if (has_answer and is_quiet_here) or now_ns >= self._deadline_ns:
             if self.writing is not None:

@@ -182,7 +182,7 @@ def decode_ended(frame: bytes) -> str:
 def _fields(data: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise NcclProtocolError("damaged handshake") from error
     if not isinstance(fields, dict):
         raise NcclProtocolError("damaged handshake")
@@ -199,8 +199,15 @@ def _build(message_type: type[T], fields: dict[str, Any]) -> T:
     except TypeError as error:
         raise NcclProtocolError("damaged handshake") from error
     for name, value in fields.items():
-        expected = int if name in _NUMBERS else str
-        is_in_range = not isinstance(value, int) or 0 <= value <= (MAX_PORT if name == "port" else MAX_NUMBER)
-        if type(value) is not expected or not is_in_range:
+        if not (_is_number(value, MAX_PORT if name == "port" else MAX_NUMBER) if name in _NUMBERS else _is_text(value)):
             raise NcclProtocolError(f"damaged handshake: {name}")
     return message
+
+
+def _is_number(value: object, largest: int) -> bool:
+    return type(value) is int and 0 <= value <= largest
+
+
+def _is_text(value: object) -> bool:
+    """JSON can name halves of characters, which no encoding has."""
+    return isinstance(value, str) and value.isprintable()
