@@ -173,6 +173,7 @@ class NcclTransport:
         self._readable.pop(peer, None)
 
     def _post(self, command: Callable[[int], None]) -> None:
+        assert not self._is_closed, "the transport is closed"
         self._commands.append(command)
         os.eventfd_write(self._wake_fd, 1)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from kv_transfer.transport.base import Notified, PeerId, TransportEvent
 from kv_transfer.transport.nccl_control import ControlClosedError
 from kv_transfer.transport.nccl_library import RECEIVER_RANK, NcclCommunicator, NcclError, NcclLibrary
-from kv_transfer.transport.nccl_limits import NcclLimits, NcclTimeoutError
+from kv_transfer.transport.nccl_limits import SECOND_NS, NcclLimits, NcclTimeoutError
 from kv_transfer.transport.nccl_link import Opening, Phase, Session
 from kv_transfer.transport.nccl_outbound import PeerEndedError
 from kv_transfer.transport.nccl_receiving import ReceivePermits, ReceivingSide
@@ -26,6 +26,9 @@ from kv_transfer.transport.nccl_wire import (
     encode_ended,
     encode_handshake,
 )
+
+HUNG_ABORT_POLL_NS = SECOND_NS // 10
+"""How often an abort is asked about that has taken longer than a connection's end should."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class Inbound:
         self._emit = emit
         self._permits = permits
         self._deadline_ns = now_ns + limits.connect_timeout_ns
+        self._is_hung = False
         self._communicator: NcclCommunicator | None = None
         self._opening: Opening | None = None
         self.receiving: ReceivingSide | None = None
@@ -61,7 +65,7 @@ class Inbound:
     def is_busy(self) -> bool:
         if self.phase is Phase.OPEN:
             return self.receiving is not None and self.receiving.is_busy
-        return self.phase is Phase.OPENING or (self.phase is Phase.ENDING and not self.is_quiet)
+        return self.phase is Phase.OPENING or (self.phase is Phase.ENDING and not self.is_quiet and not self._is_hung)
 
     def next_deadline_ns(self) -> int:
         if self.phase is Phase.OPENING:
@@ -151,6 +155,7 @@ class Inbound:
             except NcclError as error:
                 _log.warning("the communicator from %s cannot be asked whether it has ended: %s", self.peer.name, error)
             if not self.is_quiet:
+                self._keep_waiting(now_ns)
                 return
             if self.receiving is not None:
                 self.receiving.release()
@@ -159,6 +164,15 @@ class Inbound:
         if self.session.control.is_closed or now_ns >= self._deadline_ns:
             self.session.control.close()
             self.phase = Phase.ENDED
+
+    def _keep_waiting(self, now_ns: int) -> None:
+        if now_ns < self._deadline_ns:
+            return
+        if not self._is_hung:
+            self._is_hung = True
+            peer = self.peer
+            _log.warning("the communicator from %s (incarnation %d) does not end", peer.name, peer.incarnation)
+        self._deadline_ns = now_ns + HUNG_ABORT_POLL_NS
 
     def _tell(self, frame: bytes) -> None:
         if self.session.control.is_closed:

@@ -83,6 +83,7 @@ class NcclNode:
     ) -> None:
         """`host`: the address to listen at, which peers must reach. Raises: TransportError if that is impossible."""
         self.me = me
+        self._listener = _listen(host)
         self.selector = selectors.DefaultSelector()
         self._library = library
         self._limits = limits
@@ -94,7 +95,6 @@ class NcclNode:
         self._fencing: dict[PeerId, None] = {}
         self._fenced: Recent[PeerId, None] = Recent(limits.max_fenced_lives)
         self._permits = ReceivePermits(limits.max_receiving_groups)
-        self._listener = _listen(host)
         address, port = self._listener.getsockname()[:2]
         self.endpoint = Endpoint(host=address, port=port, token=secrets.token_hex(16))
         self.selector.register(self._listener, selectors.EVENT_READ, self._on_accept)

@@ -519,6 +519,7 @@ def test_fence_does_not_complete_while_an_abort_hangs(world: World, pair: tuple[
     receiver.fence(PREFILL)
     world.run(20_000)
     assert receiver.of(Fenced) == [], "then its blocks stay quarantined"
+    assert not receiver.node.is_busy, "it is asked about now and then"
     world.fabric.of_rank(RECEIVER_RANK)[0]._abort_left = 0
     world.until(lambda: receiver.of(Fenced))
 
