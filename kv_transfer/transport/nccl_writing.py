@@ -140,9 +140,11 @@ class WritingSide:
         self._waiting.clear()
         self._announced = exposed
         for handle, write in list(self._writes.items()):
-            write.num_left = sum(group.handle == handle for group in exposed.values())
-            write.failure = reason
-            self._end_write(handle, write)
+            num_exposed = sum(group.handle == handle for group in exposed.values())
+            if num_exposed < write.num_left:  # else it may have arrived, and the word of that is under way
+                write.num_left = num_exposed
+                write.failure = write.failure or reason
+                self._end_write(handle, write)
 
     def fail_rest(self, reason: str, *, quiesced: bool) -> None:
         for handle in list(self._writes):

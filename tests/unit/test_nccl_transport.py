@@ -644,6 +644,18 @@ def test_silent_peer_is_gone_within_five_seconds(
     world.until(lambda: stopped.of(PeerGone))
 
 
+def test_write_that_arrived_while_its_connection_ended_is_done(world: World, pair: tuple[Life, Life]) -> None:
+    writer, receiver = pair
+    handle = writer.write(DECODE, [Copy(0, 0, BLOCK)], b"arrived")
+    world.until(lambda: world.fabric.of_rank(WRITER_RANK)[0].calls == ["probe", "send"])
+    writer.is_stopped = True
+    world.until(lambda: receiver.payloads)
+    writer.node.disconnect(DECODE, world.now_ns)
+    writer.is_stopped = False
+    world.until(lambda: writer.of(WriteCompleted) or writer.of(WriteFailed))
+    assert writer.of(WriteCompleted) == [WriteCompleted(handle=handle)]
+
+
 def test_writer_of_a_silent_receiver_gives_up_waiting_for_its_word(world: World, pair: tuple[Life, Life]) -> None:
     writer, receiver = pair
     world.fabric.is_moving = False
