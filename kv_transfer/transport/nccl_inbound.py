@@ -114,6 +114,7 @@ class Inbound:
             raise NcclTimeoutError(f"no connection within {seconds:.1f} s: waited for {self._opening.waits_for}")
         if not self._opening.step():
             return False
+        self.session.send(bytes([OPENED]))  # first, for if it fails the connection was never open
         self.phase = Phase.OPEN
         self.receiving = ReceivingSide(
             self._communicator,
@@ -123,7 +124,6 @@ class Inbound:
             self._permits,
             self._limits,
         )
-        self.session.send(bytes([OPENED]))
         return True
 
     def end(self, reason: str, now_ns: int, *, is_lost: bool = False) -> None:

@@ -143,6 +143,18 @@ def test_error_while_a_communicator_is_made_fails_both_ends(world: World) -> Non
     assert receiver.events == [] and all(comm.is_aborted for comm in world.fabric.communicators)
 
 
+def test_connection_that_breaks_as_it_opens_was_never_open(world: World) -> None:
+    writer, receiver = world.life(PREFILL, seed=1), world.life(DECODE)
+    writer.connect(receiver)
+    world.until(lambda: [comm.calls for comm in world.fabric.communicators] == [["probe"], ["probe"]])
+    writer.is_stopped = True
+    receiver.node._inbound[PREFILL].session.control._socket.shutdown(socket.SHUT_WR)
+    world.run()
+    assert receiver.events == [], "no PeerGone without Connected"
+    writer.is_stopped = False
+    world.until(lambda: writer.of(ConnectFailed))
+
+
 def test_address_without_a_listener_fails_at_once(world: World) -> None:
     writer, receiver = world.life(PREFILL), world.life(DECODE)
     nobody = socket.create_server(("127.0.0.1", 0))
