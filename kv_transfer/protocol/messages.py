@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class PeerId:
-    """One life of a worker."""
+    """One life of a worker, or of one rank of a gang (`ranks.rank_peer` gives its name)."""
 
     name: str
     incarnation: int
@@ -85,6 +85,7 @@ class PushStats:
 class PushChunk:
     """Sender to receiver, with a write: these blocks are in place. `checksums` as many as `blocks` (0 = off).
 
+    Between ranks that share the heads differently a block moves in `num_pieces` pieces, with as many checksums.
     `round` counts the receiver's PushMissing answers: 0 for the first writing, r for what PushMissing(round=r) asked.
     """
 
@@ -95,6 +96,7 @@ class PushChunk:
     blocks: tuple[BlockGrant, ...]
     checksums: tuple[int, ...] = ()
     round: int = 0
+    num_pieces: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +193,9 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteBlocks:
-    """Copy whole blocks (`source_blocks[i]` -> `message.blocks[i]`), then deliver `message` with their checksums.
+    """Copy blocks (`source_blocks[i]` -> `message.blocks[i]`), then deliver `message` with their checksums.
 
+    Whole blocks, or what `peer` holds of them (`ranks.RankPair`); the owner sets `message.num_pieces` accordingly.
     The owner answers with PushSender.on_write_completed / on_write_failed naming `write_id`.
     """
 
@@ -209,21 +212,29 @@ class CancelWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyBlocks:
-    """Sum these local blocks off the engine thread; the owner answers with PushReceiver.on_verified."""
+    """Sum these local blocks off the engine thread; the owner answers with PushReceiver.on_verified.
+
+    `rank` is the sender's: it tells which pieces of the blocks were written, and have a checksum each.
+    """
 
     key: PushKey
     chunk: int
     block_ids: tuple[int, ...]
     checksums: tuple[int, ...]
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushArrived:
-    """Receiver: all blocks are in place and verified. The owner commits them by generation (BlockPool.commit)."""
+    """Receiver: all blocks are in place and verified. The owner commits them by generation (BlockPool.commit).
+
+    The first `num_blocks` of the sequence's blocks hold the KV of its `num_tokens` tokens.
+    """
 
     key: PushKey
     lease_id: int
     blocks: tuple[BlockGrant, ...]
+    num_blocks: int
     num_tokens: int
     first_tokens: tuple[FirstToken, ...]
     stats: PushStats = PushStats()

@@ -46,10 +46,12 @@ class PushReceiver:
     an owner of both halves may give every message to both.
     """
 
-    def __init__(self, limits: PushLimits, checksum: bool) -> None:
-        """`checksum`: whether every block is to be verified; a chunk that comes without its sums then counts as lost,
+    def __init__(self, limits: PushLimits, checksum: bool, sender_rank: int = 0) -> None:
+        """`sender_rank` is the rank that all senders have within their gangs (GangReceiver has one of us for each).
+        `checksum`: whether every block is to be verified; a chunk that comes without its sums then counts as lost,
         so that nothing is taken over unverified because a message was cut or a sender does not sum."""
         self._checksum = checksum
+        self._sender_rank = sender_rank
         self.num_ignored_messages = 0
         self._limits = limits
         self._pushes: dict[PushKey, IncomingPush] = {}
@@ -72,8 +74,10 @@ class PushReceiver:
         check_grant(grant)
         if grant.key in self._pushes or any(p.grant.lease_id == grant.lease_id for p in self._pushes.values()):
             raise ValueError(f"grant: {grant.key} or lease {grant.lease_id} is open already")
-        refusal = self._refusal(grant)
-        push = IncomingPush(grant=grant, opened_ns=now_ns, lease_deadline_ns=now_ns + grant.ttl_ns)
+        refusal = self.refusal(grant)
+        push = IncomingPush(
+            grant=grant, opened_ns=now_ns, lease_deadline_ns=now_ns + grant.ttl_ns, sender_rank=self._sender_rank
+        )
         if refusal is not None:
             return [PushFailed(key=grant.key, reason=refusal), _released(push)]
         effects = self._evict_older_lives(now_ns, grant.sender)
@@ -216,6 +220,14 @@ class PushReceiver:
         """False at the limits above which `open` refuses everything."""
         return self._limit_reached() is None
 
+    def refusal(self, grant: Grant) -> str | None:
+        """Why `open` would refuse the grant at once; None if it would not."""
+        if grant.key in self._ended or grant.key in self._committed:
+            return "it has ended already"
+        if grant.sender in self._fencing or grant.sender in self._fenced:
+            return f"that life of {grant.sender.name} is fenced"
+        return self._limit_reached()
+
     def leases(self, now_ns: int) -> list[LeaseView]:
         return [
             LeaseView(
@@ -292,12 +304,24 @@ class PushReceiver:
         if state is ChunkState.GOOD:
             return self._evaluate(now_ns, push)
         block_ids = tuple(block.block_id for block in message.blocks)
-        return [VerifyBlocks(key=message.key, chunk=message.chunk, block_ids=block_ids, checksums=message.checksums)]
+        return [
+            VerifyBlocks(
+                key=message.key,
+                chunk=message.chunk,
+                block_ids=block_ids,
+                checksums=message.checksums,
+                rank=message.rank,
+            )
+        ]
 
     def _on_end(self, now_ns: int, push: IncomingPush, message: PushEnd) -> list[PushEffect]:
         if message.round < push.round:
             return self._send_missing(push)
-        if message.round > push.round or message.num_chunks > len(push.grant.blocks) or message.rank != 0:
+        if (
+            message.round > push.round
+            or message.num_chunks > len(push.grant.blocks)
+            or message.rank != push.sender_rank
+        ):
             return self._give_up(now_ns, push, f"the end of round {message.round} cannot exist")
         push.end = message
         return self._evaluate(now_ns, push)
@@ -323,6 +347,7 @@ class PushReceiver:
                 key=push.grant.key,
                 lease_id=push.grant.lease_id,
                 blocks=push.grant.blocks,
+                num_blocks=end.num_blocks,
                 num_tokens=end.num_tokens,
                 first_tokens=end.first_tokens,
                 stats=end.stats,
@@ -364,13 +389,6 @@ class PushReceiver:
         return _released(push)
 
     # ---- helpers ---------------------------------------------------------------------------------------------
-
-    def _refusal(self, grant: Grant) -> str | None:
-        if grant.key in self._ended or grant.key in self._committed:
-            return "it has ended already"
-        if grant.sender in self._fencing or grant.sender in self._fenced:
-            return f"that life of {grant.sender.name} is fenced"
-        return self._limit_reached()
 
     def _limit_reached(self) -> str | None:
         if len(self._pushes) >= self._limits.max_pushes:

@@ -36,6 +36,7 @@ class IncomingPush:
     grant: Grant
     opened_ns: int
     lease_deadline_ns: int
+    sender_rank: int = 0
     phase: ReceiverPhase = ReceiverPhase.RECEIVING
     chunks: dict[int, ArrivedChunk] = field(default_factory=dict)
     """By chunk number; one that was asked for again is absent until it arrives again."""
@@ -74,9 +75,9 @@ class IncomingPush:
         """Why the chunk contradicts the grant or what was said before; None if it does not."""
         if not message.blocks or not self.is_granted(message.blocks):
             return f"chunk {message.chunk} names blocks that were not granted"
-        if not 0 <= message.chunk < len(self.grant.blocks) or message.rank != 0:
+        if not 0 <= message.chunk < len(self.grant.blocks) or message.rank != self.sender_rank:
             return f"chunk {message.chunk} of rank {message.rank} cannot exist"
-        if message.checksums and len(message.checksums) != len(message.blocks):
+        if message.checksums and len(message.checksums) != len(message.blocks) * message.num_pieces:
             return f"chunk {message.chunk} has {len(message.checksums)} checksums for {len(message.blocks)} blocks"
         return None
 

@@ -66,10 +66,11 @@ class PushSender:
     of both halves may give every message to both.
     """
 
-    def __init__(self, limits: PushLimits, checksum: bool, block_size_bytes: int = 0) -> None:
+    def __init__(self, limits: PushLimits, checksum: bool, block_size_bytes: int = 0, rank: int = 0) -> None:
         """`checksum`: whether the owner has the transport sum every block that it writes (Transport.write).
-        `block_size_bytes` is for the statistics in PushEnd alone."""
+        `block_size_bytes` is for the statistics in PushEnd alone, `rank` this worker's rank within its gang."""
         self.checksum = checksum
+        self._rank = rank
         self._block_size_bytes = block_size_bytes
         self.num_ignored_messages = 0
         self._limits = limits
@@ -83,16 +84,19 @@ class PushSender:
 
     # ---- the owner's side ------------------------------------------------------------------------------------
 
-    def open(self, now_ns: int, grant: Grant, total_blocks: int) -> list[PushEffect]:
+    def open(
+        self, now_ns: int, grant: Grant, total_blocks: int, block_size_bytes: int | None = None
+    ) -> list[PushEffect]:
         """Starts a push of a sequence of `total_blocks` blocks and connects to its receiver.
 
+        `block_size_bytes` is what is sent of each, where that is not the whole block.
         A push that was cancelled or stopped before it was opened fails at once, and so does one too many.
         Raises: ValueError for a grant that cannot carry it, or for a push that is open already.
         """
         check_grant(grant, total_blocks)
         if grant.key in self._pushes:
             raise ValueError(f"key: {grant.key} is open already")
-        refusal = self._refusal(grant)
+        refusal = self.refusal(grant)
         if refusal is not None:
             failed = PushFailed(key=grant.key, reason=refusal)
             return [failed, SourceReleased(key=grant.key, committed=False)]
@@ -102,6 +106,8 @@ class PushSender:
             num_blocks=total_blocks,
             opened_ns=now_ns,
             lease_deadline_ns=now_ns + grant.ttl_ns,
+            rank=self._rank,
+            block_size_bytes=self._block_size_bytes if block_size_bytes is None else block_size_bytes,
             ungiven={block.index: block for block in grant.blocks if block.index < total_blocks},
         )
         self._pushes[grant.key] = push
@@ -227,6 +233,16 @@ class PushSender:
     @property
     def num_pushes(self) -> int:
         return len(self._pushes)
+
+    def refusal(self, grant: Grant) -> str | None:
+        """Why `open` would refuse the grant at once; None if it would not."""
+        if grant.key in self._ended:
+            return "it has ended already"
+        if len(self._pushes) >= self._limits.max_pushes:
+            return f"{len(self._pushes)} pushes are open, which is the limit"
+        if any(peer.name == grant.receiver.name and peer > grant.receiver for peer in self._links):
+            return f"{grant.receiver.name} has a newer life"
+        return None
 
     def leases(self, now_ns: int) -> list[LeaseView]:
         return [
@@ -362,7 +378,7 @@ class PushSender:
     def _send_end(self, now_ns: int, push: OutgoingPush) -> list[PushEffect]:
         push.num_end_sends += 1
         push.end_due_ns = now_ns + self._limits.end_resend_interval_ns
-        return [SendMessage(peer=push.peer, message=push.end_message(self._block_size_bytes))]
+        return [SendMessage(peer=push.peer, message=push.end_message())]
 
     def _renew(self, now_ns: int, peer: PeerId, link: _Link) -> list[PushEffect]:
         alive = [push for push in link.pushes.values() if push.phase is not SenderPhase.STOPPING]
@@ -387,15 +403,6 @@ class PushSender:
         return self._send_end(now_ns, push)
 
     # ---- ending ----------------------------------------------------------------------------------------------
-
-    def _refusal(self, grant: Grant) -> str | None:
-        if grant.key in self._ended:
-            return "it has ended already"
-        if len(self._pushes) >= self._limits.max_pushes:
-            return f"{len(self._pushes)} pushes are open, which is the limit"
-        if any(peer.name == grant.receiver.name and peer > grant.receiver for peer in self._links):
-            return f"{grant.receiver.name} has a newer life"
-        return None
 
     def _fail(self, now_ns: int, push: OutgoingPush, reason: str) -> list[PushEffect]:
         """Stops posting and says so; the push ends now or when its last write in flight does."""

@@ -39,6 +39,10 @@ class OutgoingPush:
     num_blocks: int
     opened_ns: int
     lease_deadline_ns: int
+    rank: int = 0
+    """The sender's within its gang."""
+    block_size_bytes: int = 0
+    """What is sent of a block; for the statistics alone."""
     phase: SenderPhase = SenderPhase.SENDING
     ungiven: dict[int, BlockGrant] = field(default_factory=dict)
     """Granted blocks, by index, that blocks_ready has not named yet."""
@@ -111,7 +115,7 @@ class OutgoingPush:
         message = PushChunk(
             key=self.grant.key,
             lease_id=self.grant.lease_id,
-            rank=0,
+            rank=self.rank,
             chunk=number,
             blocks=chunk.blocks,
             round=self.round,
@@ -130,19 +134,19 @@ class OutgoingPush:
         if self.phase is SenderPhase.SENDING:
             self.num_early_blocks += write.num_blocks
 
-    def end_message(self, block_size_bytes: int) -> PushEnd:
+    def end_message(self) -> PushEnd:
         duration_ns = 0 if self.first_post_ns is None else self.last_write_ns - self.first_post_ns
         return PushEnd(
             key=self.grant.key,
             lease_id=self.grant.lease_id,
-            rank=0,
+            rank=self.rank,
             num_chunks=len(self.chunks),
             num_blocks=self.num_blocks,
             num_tokens=self.num_tokens,
             first_tokens=self.first_tokens,
             stats=PushStats(
-                size_bytes=self.num_written_blocks * block_size_bytes,
-                early_bytes=self.num_early_blocks * block_size_bytes,
+                size_bytes=self.num_written_blocks * self.block_size_bytes,
+                early_bytes=self.num_early_blocks * self.block_size_bytes,
                 duration_ns=duration_ns,
             ),
             round=self.round,
