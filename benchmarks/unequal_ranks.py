@@ -23,7 +23,7 @@ from kv_transfer.checksum import as_memory, checksums
 from kv_transfer.native_library import load
 from kv_transfer.protocol.codec import decode, encode
 from kv_transfer.protocol.gang import GangReceiver
-from kv_transfer.protocol.gang_leader import CommitAtRank, LeaderEffect, OpenAtRank, TargetLeader
+from kv_transfer.protocol.gang_leader import CommitAtRank, HandOutGrant, LeaderEffect, OpenAtRank, TargetLeader
 from kv_transfer.protocol.gang_sender import GangSender
 from kv_transfer.protocol.layout import KVLayout, LayerGroup
 from kv_transfer.protocol.limits import PushLimits
@@ -138,7 +138,7 @@ class Case:
         for fd in (self.transport.fileno(), *(pipe.fileno() for pipe in self.pipes)):
             self.poller.register(fd, select.POLLIN)
         self.num_rounds = 0
-        self.num_opened = 0
+        self.is_granted = False
         self.is_released = False
 
     def close(self) -> None:
@@ -162,9 +162,9 @@ class Case:
             blocks=tuple(BlockGrant(index, target, self.num_rounds) for index, target in enumerate(targets)),
             ttl_ns=LIMITS.lease_ttl_ns,
         )
-        self.num_opened, self.is_released = 0, False
+        self.is_granted = self.is_released = False
         self.lead(self.leader.open(grant, range(len(self.peers))))
-        self.wait_for(lambda: self.num_opened == len(self.peers))
+        self.wait_for(lambda: self.is_granted)
         self.perform(self.machine.open(time.monotonic_ns(), grant, NUM_BLOCKS, self.pairs.receiver_ranks(0)))
         start_s = time.perf_counter()
         self.perform(self.machine.blocks_ready(time.monotonic_ns(), key, list(enumerate(sources))))
@@ -183,7 +183,7 @@ class Case:
                 while pipe.poll():
                     word = pipe.recv()
                     if isinstance(word, OpenAtRank):
-                        self.num_opened += 1
+                        self.lead(self.leader.on_opened(rank, word.grant.key))
                     else:
                         self.lead(self.leader.on_rank(rank, word))
 
@@ -222,6 +222,8 @@ class Case:
         for effect in effects:
             if isinstance(effect, OpenAtRank | CommitAtRank):
                 self.pipes[effect.rank].send(effect)
+            elif isinstance(effect, HandOutGrant):
+                self.is_granted = True
             elif isinstance(effect, PushArrived):
                 self.lead(self.leader.committed(effect.key))
             else:

@@ -29,9 +29,19 @@ from kv_transfer.protocol.messages import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAtRank:
-    """Call GangReceiver.open there, with the ranks of the sender that write to it (GangPair.sender_ranks)."""
+    """Call GangReceiver.open there, with the ranks of the sender that write to it (GangPair.sender_ranks).
+
+    The rank answers, after what GangReceiver had to say, with TargetLeader.on_opened.
+    """
 
     rank: int
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOutGrant:
+    """Every rank watches over its blocks: the sender may be told. Earlier, its writes would find no grant."""
+
     grant: Grant
 
 
@@ -52,7 +62,7 @@ class CancelAtRank:
     reason: str
 
 
-LeaderEffect = PushEffect | OpenAtRank | CommitAtRank | CancelAtRank
+LeaderEffect = PushEffect | OpenAtRank | HandOutGrant | CommitAtRank | CancelAtRank
 
 
 class TargetLeader:
@@ -60,6 +70,8 @@ class TargetLeader:
 
     def __init__(self, limits: PushLimits) -> None:
         self._pushes: dict[PushKey, IncomingParts] = {}
+        self._opening: dict[PushKey, list[int]] = {}
+        """Ranks that have not answered OpenAtRank."""
         self._ended: Recent[PushKey, None] = Recent(limits.max_tombstones)
 
     def open(self, grant: Grant, ranks: Sequence[int]) -> list[LeaderEffect]:
@@ -73,7 +85,17 @@ class TargetLeader:
         if grant.key in self._ended:
             return [PushFailed(key=grant.key, reason="it has ended already"), _released(push)]
         self._pushes[grant.key] = push
+        self._opening[grant.key] = list(ranks)
         return [OpenAtRank(rank=rank, grant=grant) for rank in ranks]
+
+    def on_opened(self, rank: int, key: PushKey) -> list[LeaderEffect]:
+        """A rank has carried OpenAtRank out. The grant of a push that has failed by then is never handed out."""
+        push = self._pushes.get(key)
+        if push is None:
+            return []
+        opening = self._opening[key]
+        opening.remove(rank)
+        return [HandOutGrant(grant=push.grant)] if push.failure is None and not opening else []
 
     def on_rank(self, rank: int, effect: TargetEffect) -> list[LeaderEffect]:
         """A rank's GangReceiver has said this."""
@@ -86,7 +108,8 @@ class TargetLeader:
             # The rank that says it has failed needs no telling; one that contradicts the others does.
             spared = rank if isinstance(effect, PushFailed) else None
             effects += self._cancel_parts(push, push.failure, spared)
-        self._forget_released(push)
+        if push.is_released:
+            self._forget(effect.key)
         return effects
 
     def on_rank_lost(self, rank: int, reason: str) -> list[LeaderEffect]:
@@ -101,8 +124,7 @@ class TargetLeader:
     def committed(self, key: PushKey) -> list[LeaderEffect]:
         """The owner has committed what PushArrived named. Raises: ValueError if nothing of `key` waits for that."""
         push = self._delivered(key)
-        del self._pushes[key]
-        self._ended.add(key, None)
+        self._forget(key)
         return [CommitAtRank(rank=rank, key=key) for rank in push.parts]
 
     def commit_failed(self, key: PushKey, reason: str) -> list[LeaderEffect]:
@@ -124,6 +146,7 @@ class TargetLeader:
         for push in self._pushes.values():
             push.check_invariants()
             assert not push.is_released, "what nobody holds is forgotten"
+        assert list(self._opening) == list(self._pushes)
 
     def _delivered(self, key: PushKey) -> IncomingParts:
         push = self._pushes.get(key)
@@ -140,10 +163,10 @@ class TargetLeader:
         ranks = [rank for rank in push.living_parts() if rank != spared]
         return [CancelAtRank(rank=rank, key=push.grant.key, reason=reason) for rank in ranks]
 
-    def _forget_released(self, push: IncomingParts) -> None:
-        if push.is_released:
-            del self._pushes[push.grant.key]
-            self._ended.add(push.grant.key, None)
+    def _forget(self, key: PushKey) -> None:
+        del self._pushes[key]
+        del self._opening[key]
+        self._ended.add(key, None)
 
 
 class SourceLeader:

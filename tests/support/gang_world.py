@@ -19,6 +19,7 @@ from kv_transfer.protocol.gang import GangReceiver
 from kv_transfer.protocol.gang_leader import (
     CancelAtRank,
     CommitAtRank,
+    HandOutGrant,
     LeaderEffect,
     OpenAtRank,
     SourceLeader,
@@ -437,22 +438,16 @@ class ReceivingGang(Gang):
         )
         self.world.outcomes[key] = Outcome()
         self.open_keys[key] = None
-        left = dict.fromkeys(range(len(self.ranks)))
-        for effect in self.leader.open(grant, list(left)):
-            if isinstance(effect, OpenAtRank):
-                self.tell_open(effect, left, num_blocks)
-            else:
-                self.run([effect])
+        self.world.num_blocks[key] = num_blocks
+        self.run(self.leader.open(grant, range(len(self.ranks))))
 
-    def tell_open(self, effect: OpenAtRank, left: dict[int, None], num_blocks: int) -> None:
-        """The grant is handed out when every rank watches over its blocks."""
+    def tell_open(self, effect: OpenAtRank) -> None:
+        key = effect.grant.key
         member, senders = self.ranks[effect.rank], self.world.pairs.sender_ranks(effect.rank)
 
         def open_there() -> None:
             member.run(member.machine.open(self.world.now_ns, effect.grant, senders))
-            del left[effect.rank]
-            if not left:
-                self.world.granted(effect.grant, num_blocks)
+            self.world.deliver_to(self, lambda: self.run(self.leader.on_opened(effect.rank, key)))
 
         member.tell(open_there)
 
@@ -477,6 +472,10 @@ class ReceivingGang(Gang):
         for effect in effects:
             if isinstance(effect, CancelAtRank | CommitAtRank):
                 self.tell_end(effect)
+            elif isinstance(effect, OpenAtRank):
+                self.tell_open(effect)
+            elif isinstance(effect, HandOutGrant):
+                self.world.granted(effect.grant)
             elif isinstance(effect, PushArrived):
                 self.commit(effect)
             elif isinstance(effect, PushFailed):
@@ -547,6 +546,7 @@ class World:
     num_malformed: int = 0
     num_losses: int = 0
     outcomes: dict[PushKey, Outcome] = field(default_factory=dict)
+    num_blocks: dict[PushKey, int] = field(default_factory=dict)
     content: dict[PushKey, list[bytes]] = field(default_factory=dict)
     writers: dict[int, tuple[PushKey, RankPair]] = field(default_factory=dict)
 
@@ -623,8 +623,9 @@ class World:
         if self.rng.random() < 0.3:
             self.later(self.rng.randrange(15 * MILLISECOND_NS), lambda: self.cancel(key))
 
-    def granted(self, grant: Grant, num_blocks: int) -> None:
+    def granted(self, grant: Grant) -> None:
         """Tells the sender, most of the time, and sooner or later."""
+        num_blocks = self.num_blocks[grant.key]
         if self.rng.random() < 0.03:
             return
         late_ns = self.rng.randrange(200 * MILLISECOND_NS) if self.rng.random() < 0.2 else 0

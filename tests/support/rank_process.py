@@ -26,6 +26,7 @@ from kv_transfer.protocol.gang import GangReceiver
 from kv_transfer.protocol.gang_leader import (
     CancelAtRank,
     CommitAtRank,
+    HandOutGrant,
     LeaderEffect,
     OpenAtRank,
     SourceLeader,
@@ -286,6 +287,7 @@ class Gangs:
         self.target_leader = TargetLeader(limits)
         self.heard_at_sender: list[PushEffect] = []
         self.heard_at_receiver: list[PushEffect] = []
+        self.granted: list[Grant] = []
         self.processes: list[RankHandle] = []
         config = functools.partial(
             RankConfig,
@@ -327,8 +329,10 @@ class Gangs:
     # ---- a push ----------------------------------------------------------------------------------------------
 
     def open(self, grant: Grant, num_blocks: int) -> None:
-        """At every rank: first the receivers, so that a write finds its grant."""
+        """At every rank, the receivers first."""
         self._lead_target(self.target_leader.open(grant, range(len(self.receivers))))
+        assert self.granted == [grant]
+        self.granted.clear()
         writing = {rank: self.pairs.receiver_ranks(rank) for rank in range(len(self.senders))}
         writing = {rank: receivers for rank, receivers in writing.items() if receivers}
         assert self.source_leader.open(grant.key, list(writing)) == []
@@ -404,6 +408,9 @@ class Gangs:
             match effect:
                 case OpenAtRank(rank=rank, grant=grant):
                     self.receivers[rank].call("open", grant, self.pairs.sender_ranks(rank))
+                    self._lead_target(self.target_leader.on_opened(rank, grant.key))
+                case HandOutGrant(grant=grant):
+                    self.granted.append(grant)
                 case CommitAtRank(rank=rank, key=key):
                     self.receivers[rank].tell("committed", key)
                 case CancelAtRank(rank=rank, key=key, reason=reason):

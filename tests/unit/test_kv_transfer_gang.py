@@ -8,7 +8,14 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer.protocol.gang import GangReceiver
-from kv_transfer.protocol.gang_leader import CancelAtRank, CommitAtRank, OpenAtRank, SourceLeader, TargetLeader
+from kv_transfer.protocol.gang_leader import (
+    CancelAtRank,
+    CommitAtRank,
+    HandOutGrant,
+    OpenAtRank,
+    SourceLeader,
+    TargetLeader,
+)
 from kv_transfer.protocol.gang_sender import GangSender
 from kv_transfer.protocol.limits import SECOND_NS, PushLimits
 from kv_transfer.protocol.messages import (
@@ -357,6 +364,22 @@ def make_leader() -> TargetLeader:
     grant = make_grant()
     assert leader.open(grant, [0, 1]) == [OpenAtRank(rank=0, grant=grant), OpenAtRank(rank=1, grant=grant)]
     return leader
+
+
+def test_grant_is_handed_out_when_every_rank_watches_over_its_blocks() -> None:
+    leader = make_leader()
+    assert leader.on_opened(1, KEY) == []
+    assert leader.on_opened(0, KEY) == [HandOutGrant(grant=make_grant())]
+    leader.check_invariants()
+
+
+def test_grant_that_one_rank_refuses_is_never_handed_out() -> None:
+    leader = make_leader()
+    leader.on_rank(0, PushFailed(key=KEY, reason="too many pushes are open"))
+    leader.on_rank(0, RELEASED)
+    assert leader.on_opened(0, KEY) == leader.on_opened(1, KEY) == []
+    assert leader.on_rank(1, RELEASED) == [RELEASED]
+    assert leader.on_opened(1, KEY) == []
 
 
 def test_leader_commits_when_every_rank_has_everything() -> None:

@@ -12,7 +12,7 @@ from tests.support.gang_world import World
 
 DEGREES = ((1, 2, 4), (2, 1, 4), (2, 4, 4), (4, 2, 4), (2, 2, 2), (4, 1, 2), (1, 4, 2), (4, 4, 2))
 """Sender ranks, receiver ranks, KV heads; the last three hold heads more than once."""
-NUM_HISTORIES = 60
+NUM_HISTORIES = 30
 
 
 def run_history(seed: int, degrees: tuple[int, int, int]) -> World:
