@@ -8,8 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kv_transfer.protocol.codec import MalformedMessageError, decode, encode
 from kv_transfer.protocol.layout import KVLayout, LayerGroup
-from kv_transfer.protocol.messages import PeerId
+from kv_transfer.protocol.messages import BlockGrant, PeerId, PushChunk, PushKey
 from kv_transfer.protocol.plan import Copy
 from kv_transfer.protocol.ranks import (
     MAX_PIECES_PER_WRITE,
@@ -241,6 +242,41 @@ def test_damaged_pieces_name_their_blocks() -> None:
     assert bad_blocks((7, 8, 9), (1, 2, 3, 0, 5, 6), sent) == (8,)
     assert bad_blocks((7, 8, 9), (1, 2, 3), sent) == (7, 8, 9), "one sum a block, where two were sent"
     assert bad_blocks((7, 8), (), ()) == (7, 8), "what was not summed is not trusted"
+
+
+@given(num_blocks=st.integers(1, 5), num_pieces=st.integers(1, 300), is_summed=st.booleans())
+@settings(max_examples=50, deadline=None)
+def test_a_chunk_carries_a_checksum_for_each_piece(num_blocks: int, num_pieces: int, is_summed: bool) -> None:
+    chunk = PushChunk(
+        key=PushKey("r", 1),
+        lease_id=2,
+        rank=3,
+        chunk=0,
+        blocks=tuple(BlockGrant(index, index + 9, 1) for index in range(num_blocks)),
+        checksums=tuple(range(num_blocks * num_pieces)) if is_summed else (),
+        num_pieces=num_pieces,
+    )
+    payload = encode(chunk)
+    assert decode(payload) == chunk
+    if is_summed and num_blocks * num_pieces > 1:
+        with pytest.raises(MalformedMessageError):
+            decode(payload[:-8])
+
+
+def test_checksums_of_another_number_have_no_encoding() -> None:
+    blocks = (BlockGrant(0, 1, 1), BlockGrant(1, 2, 1))
+    for num_pieces, num_sums in ((2, 2), (1, 4), (3, 5)):
+        chunk = PushChunk(
+            key=PushKey("r", 1),
+            lease_id=2,
+            rank=0,
+            chunk=0,
+            blocks=blocks,
+            checksums=tuple(range(num_sums)),
+            num_pieces=num_pieces,
+        )
+        with pytest.raises(ValueError, match=f"{num_sums} for 2 blocks of {num_pieces} pieces"):
+            encode(chunk)
 
 
 # ---- pairing -----------------------------------------------------------------------------------------------------
