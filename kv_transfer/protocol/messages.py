@@ -83,9 +83,11 @@ class PushStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushChunk:
-    """Sender to receiver, with a write: these blocks are in place. `checksums` as many as `blocks` (0 = off).
+    """Sender to receiver, with a write: of these blocks, `num_layers` layers from `first_layer` on are in place.
 
-    `round` counts the receiver's PushMissing answers: 0 for the first writing, r for what PushMissing(round=r) asked.
+    That is all layers, except where blocks are written while they are computed, in groups of layers. `checksums` are as
+    many as `blocks` (0 = off), each of that block's layers alone. `round` counts the receiver's PushMissing answers: 0
+    for the first writing, r for what PushMissing(round=r) asked.
     """
 
     key: PushKey
@@ -93,8 +95,14 @@ class PushChunk:
     rank: int
     chunk: int
     blocks: tuple[BlockGrant, ...]
+    first_layer: int
+    num_layers: int
     checksums: tuple[int, ...] = ()
     round: int = 0
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +199,8 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteBlocks:
-    """Copy whole blocks (`source_blocks[i]` -> `message.blocks[i]`), then deliver `message` with their checksums.
+    """Copy `message.layers` of blocks (`source_blocks[i]` -> `message.blocks[i]`), then deliver `message` with the
+    checksums of what was copied.
 
     The owner answers with PushSender.on_write_completed / on_write_failed naming `write_id`.
     """
@@ -209,11 +218,13 @@ class CancelWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyBlocks:
-    """Sum these local blocks off the engine thread; the owner answers with PushReceiver.on_verified."""
+    """Sum these layers of each of these local blocks off the engine thread; the owner answers with
+    PushReceiver.on_verified."""
 
     key: PushKey
     chunk: int
     block_ids: tuple[int, ...]
+    layers: range
     checksums: tuple[int, ...]
 
 
