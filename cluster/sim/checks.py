@@ -31,8 +31,8 @@ def watch_landings(world: World) -> None:
         place = node.memory.layout.layers_slice(grant.block_id, landing.layers)
         if (landing.copy.target_bytes, landing.copy.size_bytes) != place:
             raise Violation(
-                f"a write of {sender.name}#{sender.incarnation} to {landing.layers} of block {grant.block_id} of {worker} "
-                f"lands elsewhere: {landing.copy}"
+                f"a write of {sender.name}#{sender.incarnation} to {landing.layers} of block {grant.block_id} of "
+                f"{worker} lands elsewhere: {landing.copy}"
             )
 
     world.fabric.observe_landing = judge
