@@ -138,6 +138,8 @@ class ToyRunner:
         return found
 
     def run(self, plan: StepPlan) -> StepResult:
+        self.num_tokens_run += plan.num_tokens
+        self.max_sequences_in_step = max(self.max_sequences_in_step, len(plan.sequences))
         return self.run_layers(plan, range(len(self._layers)))
 
     def run_layers(self, plan: StepPlan, layers: range) -> StepResult:
@@ -166,8 +168,6 @@ class ToyRunner:
             tokens.append(self._sample(fold, step) if step.sample else ())
             if step.scored_ids:
                 scores[index] = self._score(after[: len(step.scored_ids)], step)
-        self.num_tokens_run += len(written)
-        self.max_sequences_in_step = max(self.max_sequences_in_step, len(plan.sequences))
         return StepResult(step_id=plan.step_id, tokens=tokens, scores=scores)
 
     def _sample(self, fold: int, step: SequenceStep) -> tuple[SampledToken, ...]:

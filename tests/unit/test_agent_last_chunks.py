@@ -162,7 +162,7 @@ def test_cancel_between_two_groups_ends_the_push_and_the_step_goes_on_alone() ->
 def test_two_prompts_of_one_step_are_pushed_side_by_side() -> None:
     world = World()
     # The others came while the first one's step ran, so they go into the next one together.
-    requests = [add(world, tuple(range(start, start + 5)), f"r{start}") for start in (0, 30, 60)]
+    requests = [add(world, tuple(range(start, start + 4)), f"r{start}") for start in (0, 30, 60)]
     world.prefill.end_step()
     while world.prefill.writes:
         world.prefill.land_write()
