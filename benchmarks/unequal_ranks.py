@@ -70,7 +70,7 @@ class ReceivingRank:
         pool = create_pool(gang.rank_layout().pool_size_bytes(NUM_BLOCKS))
         self.memory = as_memory(pool.mapping)
         self.transport = ShmTransport(me, pool)
-        self.machine = GangReceiver(LIMITS, checksum)
+        self.machine = GangReceiver(LIMITS, checksum, num_layers=LAYOUT.num_layers)
 
     def run(self) -> None:
         self.pipe.send(self.transport.endpoint())
@@ -130,7 +130,7 @@ class Case:
             self.processes.append(process)
         self.pool = create_pool(LAYOUT.pool_size_bytes(NUM_BLOCKS))
         self.transport = ShmTransport(SENDER, self.pool)
-        self.machine = GangSender(LIMITS, checksum, rank=0)
+        self.machine = GangSender(LIMITS, checksum, 0, num_layers=LAYOUT.num_layers)
         self.leader = TargetLeader(LIMITS)
         self.writes: dict[int, int] = {}
         self.endpoints = {peer: pipe.recv() for peer, pipe in zip(self.peers, self.pipes, strict=True)}

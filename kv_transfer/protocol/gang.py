@@ -39,10 +39,11 @@ from kv_transfer.protocol.receiver_push import check_grant
 class GangReceiver:
     """All pushes that arrive at one rank. `peer` is always a rank's name; a grant's `sender` names the gang."""
 
-    def __init__(self, limits: PushLimits, checksum: bool) -> None:
+    def __init__(self, limits: PushLimits, checksum: bool, *, num_layers: int) -> None:
         """As PushReceiver. The limits hold for each sender rank's pushes and for the whole alike."""
         self._limits = limits
         self._checksum = checksum
+        self._num_layers = num_layers
         self._receivers: dict[int, PushReceiver] = {}
         """By sender rank."""
         self._pushes: dict[PushKey, IncomingParts] = {}
@@ -196,7 +197,9 @@ class GangReceiver:
 
     def _receiver(self, rank: int) -> PushReceiver:
         if rank not in self._receivers:
-            self._receivers[rank] = PushReceiver(self._limits, self._checksum, sender_rank=rank)
+            self._receivers[rank] = PushReceiver(
+                self._limits, self._checksum, num_layers=self._num_layers, sender_rank=rank
+            )
         return self._receivers[rank]
 
     def _rank_of(self, peer: PeerId) -> int | None:

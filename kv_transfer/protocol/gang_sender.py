@@ -32,11 +32,12 @@ from kv_transfer.protocol.sender_push import check_grant
 class GangSender:
     """All pushes that leave one rank. `peer` is always a rank's name; a grant's `receiver` names the gang."""
 
-    def __init__(self, limits: PushLimits, checksum: bool, rank: int) -> None:
+    def __init__(self, limits: PushLimits, checksum: bool, rank: int, *, num_layers: int) -> None:
         """As PushSender. The limits hold for the pushes to each receiver rank."""
         self.checksum = checksum
         self._limits = limits
         self._rank = rank
+        self._num_layers = num_layers
         self._senders: dict[int, PushSender] = {}
         """By receiver rank."""
         self._pushes: dict[PushKey, tuple[Grant, OutgoingParts]] = {}
@@ -68,10 +69,12 @@ class GangSender:
             effects += self._absorb(now_ns, rank, opened)
         return effects
 
-    def blocks_ready(self, now_ns: int, key: PushKey, blocks: Sequence[tuple[int, int]]) -> list[PushEffect]:
+    def blocks_ready(
+        self, now_ns: int, key: PushKey, blocks: Sequence[tuple[int, int]], layers: range | None = None
+    ) -> list[PushEffect]:
         effects: list[PushEffect] = []
         for rank in self._living_parts(key):
-            effects += self._absorb(now_ns, rank, self._senders[rank].blocks_ready(now_ns, key, blocks))
+            effects += self._absorb(now_ns, rank, self._senders[rank].blocks_ready(now_ns, key, blocks, layers))
         return effects
 
     def finish(
@@ -166,7 +169,7 @@ class GangSender:
 
     def _sender(self, rank: int) -> PushSender:
         if rank not in self._senders:
-            self._senders[rank] = PushSender(self._limits, self.checksum, rank=self._rank)
+            self._senders[rank] = PushSender(self._limits, self.checksum, num_layers=self._num_layers, rank=self._rank)
         return self._senders[rank]
 
     def _refusal(self, parts: Mapping[int, Grant]) -> str | None:

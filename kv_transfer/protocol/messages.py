@@ -83,9 +83,11 @@ class PushStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushChunk:
-    """Sender to receiver, with a write: these blocks are in place. `checksums` as many as `blocks` (0 = off).
+    """Sender to receiver, with a write: of these blocks, `num_layers` layers from `first_layer` on are in place.
 
-    Between ranks that share the heads differently a block moves in `num_pieces` pieces, with as many checksums.
+    That is all layers, except where blocks are written while they are computed, in groups of layers. `checksums` are as
+    many as `blocks` (0 = off), each of that block's layers alone. Between ranks that share the heads differently those
+    layers of a block move in `num_pieces` pieces, with as many checksums; in none if the sender owes nothing of them.
     `round` counts the receiver's PushMissing answers: 0 for the first writing, r for what PushMissing(round=r) asked.
     """
 
@@ -94,9 +96,15 @@ class PushChunk:
     rank: int
     chunk: int
     blocks: tuple[BlockGrant, ...]
+    first_layer: int
+    num_layers: int
     checksums: tuple[int, ...] = ()
     round: int = 0
     num_pieces: int = 1
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +201,9 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteBlocks:
-    """Copy blocks (`source_blocks[i]` -> `message.blocks[i]`), then deliver `message` with their checksums.
+    """Copy `message.layers` of blocks (`source_blocks[i]` -> `message.blocks[i]`), then deliver `message` with the
+    checksums of what was copied.
+
 
     Whole blocks, or what `peer` holds of them (`ranks.RankPair`); the owner sets `message.num_pieces` accordingly.
     The owner answers with PushSender.on_write_completed / on_write_failed naming `write_id`.
@@ -212,14 +222,16 @@ class CancelWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyBlocks:
-    """Sum these local blocks off the engine thread; the owner answers with PushReceiver.on_verified.
+    """Sum these layers of each of these local blocks off the engine thread; the owner answers with
+    PushReceiver.on_verified.
 
-    `rank` is the sender's: it tells which pieces of the blocks were written, and have a checksum each.
+    `rank` is the sender's: it tells which pieces of the layers were written, and have a checksum each.
     """
 
     key: PushKey
     chunk: int
     block_ids: tuple[int, ...]
+    layers: range
     checksums: tuple[int, ...]
     rank: int = 0
 

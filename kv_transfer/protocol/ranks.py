@@ -148,7 +148,8 @@ class RankPair:
         return merge_copies([piece for piece in self._layers[wanted.start : wanted.stop] if piece is not None])
 
     def num_pieces(self, layers: range | None = None) -> int:
-        """Pieces of a block, which is what PushChunk.num_pieces must say where checksums are on."""
+        """Pieces of a block, which is what PushChunk.num_pieces must say where checksums are on. There is none where
+        only other layers move, as between groups of layers whose heads are shared out differently."""
         return len(self.pieces(layers))
 
     def copies(self, pairs: Iterable[tuple[int, int]], layers: range | None = None) -> list[Copy]:
@@ -229,7 +230,7 @@ def bad_blocks(block_ids: Sequence[int], sums: Sequence[int], checksums: Sequenc
     If their numbers do not fit, no block is trusted.
     """
     num_pieces = len(sums) // len(block_ids)
-    if num_pieces == 0 or len(sums) != len(checksums) or len(sums) != num_pieces * len(block_ids):
+    if len(sums) != len(checksums) or len(sums) != num_pieces * len(block_ids):
         return tuple(block_ids)
     is_bad = [ours != theirs for ours, theirs in zip(sums, checksums, strict=True)]
     return tuple(

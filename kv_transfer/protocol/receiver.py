@@ -1,8 +1,9 @@
 """The receiver's half of a push: watches over reserved blocks until they are committed or nothing can land in them.
 
 Rules (ARCHITECTURE.md §5, §7):
-* Only PushEnd of the current round leads to a commit, after every chunk it counts has arrived and proved good. The
-  sender sends it with no write in flight and writes again only when asked, so nothing lands after the commit.
+* Only PushEnd of the current round leads to a commit, after every chunk it counts has arrived and proved good, and
+  with them every layer of every block that it counts. The sender sends it with no write in flight and writes again
+  only when asked, so nothing lands after the commit.
 * Blocks of a push that ends otherwise are quarantined. They are released when the sender has acknowledged that it
   stopped (by PushAbort, or relayed: on_sender_stopped) or when its life is fenced, never by time alone.
 * A lease is a duration from the last word about it. When it expires the push is given up and the fence begins: the
@@ -36,7 +37,7 @@ from kv_transfer.protocol.messages import (
     SendMessage,
     VerifyBlocks,
 )
-from kv_transfer.protocol.receiver_push import ArrivedChunk, ChunkState, IncomingPush, ReceiverPhase, check_grant
+from kv_transfer.protocol.receiver_push import ChunkState, IncomingPush, ReceiverPhase, check_grant
 
 
 class PushReceiver:
@@ -46,10 +47,11 @@ class PushReceiver:
     an owner of both halves may give every message to both.
     """
 
-    def __init__(self, limits: PushLimits, checksum: bool, sender_rank: int = 0) -> None:
-        """`sender_rank` is the rank that all senders have within their gangs (GangReceiver has one of us for each).
-        `checksum`: whether every block is to be verified; a chunk that comes without its sums then counts as lost,
-        so that nothing is taken over unverified because a message was cut or a sender does not sum."""
+    def __init__(self, limits: PushLimits, checksum: bool, *, num_layers: int, sender_rank: int = 0) -> None:
+        """`checksum`: whether every block is to be verified; a chunk that comes without its sums then counts as lost,
+        so that nothing is taken over unverified because a message was cut or a sender does not sum. `num_layers`: of a
+        block. `sender_rank`: that all senders have within their gangs (GangReceiver has one of us for each)."""
+        self._num_layers = num_layers
         self._checksum = checksum
         self._sender_rank = sender_rank
         self.num_ignored_messages = 0
@@ -76,7 +78,11 @@ class PushReceiver:
             raise ValueError(f"grant: {grant.key} or lease {grant.lease_id} is open already")
         refusal = self.refusal(grant)
         push = IncomingPush(
-            grant=grant, opened_ns=now_ns, lease_deadline_ns=now_ns + grant.ttl_ns, sender_rank=self._sender_rank
+            grant=grant,
+            num_layers=self._num_layers,
+            opened_ns=now_ns,
+            lease_deadline_ns=now_ns + grant.ttl_ns,
+            sender_rank=self._sender_rank,
         )
         if refusal is not None:
             return [PushFailed(key=grant.key, reason=refusal), _released(push)]
@@ -294,13 +300,13 @@ class PushReceiver:
         violation = push.violation(message)
         if violation is not None:
             return self._give_up(now_ns, push, violation)
-        if self._checksum and not message.checksums:
+        if self._checksum and message.num_pieces and not message.checksums:
             self.num_ignored_messages += 1
             return []
         if not push.is_news(message):
             return []
-        state = ChunkState.VERIFYING if message.checksums else ChunkState.GOOD
-        push.chunks[message.chunk] = ArrivedChunk(message.blocks, state)
+        state = ChunkState.VERIFYING if message.checksums or self._checksum else ChunkState.GOOD
+        push.add_chunk(message, state)
         if state is ChunkState.GOOD:
             return self._evaluate(now_ns, push)
         block_ids = tuple(block.block_id for block in message.blocks)
@@ -309,6 +315,7 @@ class PushReceiver:
                 key=message.key,
                 chunk=message.chunk,
                 block_ids=block_ids,
+                layers=message.layers,
                 checksums=message.checksums,
                 rank=message.rank,
             )
@@ -317,11 +324,8 @@ class PushReceiver:
     def _on_end(self, now_ns: int, push: IncomingPush, message: PushEnd) -> list[PushEffect]:
         if message.round < push.round:
             return self._send_missing(push)
-        if (
-            message.round > push.round
-            or message.num_chunks > len(push.grant.blocks)
-            or message.rank != push.sender_rank
-        ):
+        is_possible = message.num_chunks <= push.max_chunks and message.rank == push.sender_rank
+        if message.round > push.round or not is_possible:
             return self._give_up(now_ns, push, f"the end of round {message.round} cannot exist")
         push.end = message
         return self._evaluate(now_ns, push)

@@ -66,10 +66,14 @@ class PushSender:
     of both halves may give every message to both.
     """
 
-    def __init__(self, limits: PushLimits, checksum: bool, block_size_bytes: int = 0, rank: int = 0) -> None:
+    def __init__(
+        self, limits: PushLimits, checksum: bool, block_size_bytes: int = 0, *, num_layers: int, rank: int = 0
+    ) -> None:
         """`checksum`: whether the owner has the transport sum every block that it writes (Transport.write).
-        `block_size_bytes` is for the statistics in PushEnd alone, `rank` this worker's rank within its gang."""
+        `block_size_bytes` is for the statistics in PushEnd alone. `num_layers`: of a block. `rank`: this worker's
+        within its gang."""
         self.checksum = checksum
+        self._num_layers = num_layers
         self._rank = rank
         self._block_size_bytes = block_size_bytes
         self.num_ignored_messages = 0
@@ -104,6 +108,7 @@ class PushSender:
         push = OutgoingPush(
             grant=grant,
             num_blocks=total_blocks,
+            num_layers=self._num_layers,
             opened_ns=now_ns,
             lease_deadline_ns=now_ns + grant.ttl_ns,
             rank=self._rank,
@@ -120,15 +125,21 @@ class PushSender:
             effects.append(ConnectPeer(peer=grant.receiver))
         return effects
 
-    def blocks_ready(self, now_ns: int, key: PushKey, blocks: Sequence[tuple[int, int]]) -> list[PushEffect]:
-        """(index, source block id) pairs whose KV is final. Each index once, in any order; a push that has ended
-        or is ending takes no more. Raises: ValueError for an index out of range or given twice."""
+    def blocks_ready(
+        self, now_ns: int, key: PushKey, blocks: Sequence[tuple[int, int]], layers: range | None = None
+    ) -> list[PushEffect]:
+        """(index, source block id) pairs whose KV is final, in these layers alone if they are given.
+
+        Each layer of each index once: the layers of one in order and without gaps, the indices in any order. A push
+        that has ended or is ending takes no more. Raises: ValueError for what is out of range, given twice, or not
+        next.
+        """
         push = self._pushes.get(key)
         if push is None or push.phase is SenderPhase.STOPPING:
             return []
         if push.phase is SenderPhase.ENDING:
             raise ValueError(f"blocks: {key} is finished already")
-        push.give(blocks)
+        push.give(blocks, range(self._num_layers) if layers is None else layers)
         return self._advance(now_ns, push)
 
     def finish(
@@ -351,7 +362,8 @@ class PushSender:
             sources, message = push.take_chunk(self._limits.max_blocks_per_write)
             write_id = self._next_write_id
             self._next_write_id += 1
-            push.post(now_ns, write_id, Write(len(sources), now_ns + self._limits.write_timeout_ns))
+            num_block_layers = len(sources) * message.num_layers
+            push.post(now_ns, write_id, Write(num_block_layers, now_ns + self._limits.write_timeout_ns))
             self._writes[write_id] = key
             link.num_inflight += 1
             if push.has_work:

@@ -93,8 +93,9 @@ def test_every_rank_gets_its_heads(start_gangs: StartGangs, transport: str, degr
         content = random_blocks(len(sources))
         grant = make_grant(gangs, number, block_ids)
         begin_push(gangs, grant, sources, content)
-        for part in (range(4), range(4, 6), range(6, 9)):
-            gangs.give(grant.key, [(index, sources[index]) for index in part])
+        gangs.give(grant.key, [(index, sources[index]) for index in range(4)])
+        for layers in (range(3), range(3, 5), range(5, 7)):  # the last chunk, while its layers are computed
+            gangs.give(grant.key, [(index, sources[index]) for index in range(4, 9)], layers)
         gangs.finish(grant.key, num_tokens=9 * 16)
         gangs.wait_until(gangs.has_ended)
         (arrived,) = (effect for effect in gangs.heard_at_receiver if isinstance(effect, PushArrived))

@@ -142,7 +142,7 @@ class Member:
 class SendingMember(Member):
     def __init__(self, gang: Gang, number: int) -> None:
         super().__init__(gang, number)
-        self.machine = GangSender(LIMITS, checksum=True, rank=number)
+        self.machine = GangSender(LIMITS, True, number, num_layers=self.world.layout.num_layers)
         self.writes: dict[int, int] = {}
         self.handles: dict[int, int] = {}
 
@@ -187,8 +187,9 @@ class SendingMember(Member):
 
     def write(self, effect: WriteBlocks) -> None:
         pair = self.world.pair(self.number, rank_of(effect.peer))
-        copies = pair.copies(zip(effect.source_blocks, [b.block_id for b in effect.message.blocks], strict=True))
-        message = replace(effect.message, num_pieces=pair.num_pieces())
+        layers, targets = effect.message.layers, [block.block_id for block in effect.message.blocks]
+        copies = pair.copies(zip(effect.source_blocks, targets, strict=True), layers)
+        message = replace(effect.message, num_pieces=pair.num_pieces(layers))
         try:
             handle = self.transport.write(effect.peer, copies, encode(message), checksum=True)
         except UnknownPeerError:
@@ -197,7 +198,7 @@ class SendingMember(Member):
             return
         self.writes[handle] = effect.write_id
         self.handles[effect.write_id] = handle
-        self.world.writers[handle] = (effect.message.key, pair)
+        self.world.writers[handle] = (effect.message.key, pair, layers)
 
     def refuse_write(self, write_id: int) -> None:
         if not self.is_dead:
@@ -207,7 +208,7 @@ class SendingMember(Member):
 class ReceivingMember(Member):
     def __init__(self, gang: Gang, number: int) -> None:
         super().__init__(gang, number)
-        self.machine = GangReceiver(LIMITS, checksum=True)
+        self.machine = GangReceiver(LIMITS, True, num_layers=self.world.layout.num_layers)
 
     def handle(self, event: TransportEvent) -> None:
         now_ns, machine = self.world.now_ns, self.machine
@@ -240,7 +241,7 @@ class ReceivingMember(Member):
         return lambda: self.verify(effect)
 
     def verify(self, effect: VerifyBlocks) -> None:
-        ranges = self.world.pair(effect.rank, self.number).target_ranges(effect.block_ids)
+        ranges = self.world.pair(effect.rank, self.number).target_ranges(effect.block_ids, effect.layers)
         bad = bad_blocks(effect.block_ids, checksums(as_memory(self.memory), ranges), effect.checksums)
         self.run(self.machine.on_verified(self.world.now_ns, effect.key, effect.chunk, bad, effect.rank))
 
@@ -339,6 +340,10 @@ class SendingGang(Gang):
             self.world.later(self.world.rng.randrange(4 * MILLISECOND_NS), lambda: self.compute(key))
 
     def computing(self, member: SendingMember, source: Source, indices: range, is_last: bool) -> Action:
+        num_layers = self.world.layout.num_layers
+        cut = self.world.rng.randrange(num_layers)
+        layer_groups = (range(cut), range(cut, num_layers)) if cut else (None,)
+
         def compute() -> None:
             key, now_ns = source.grant.key, self.world.now_ns
             if key not in self.sources:
@@ -346,7 +351,9 @@ class SendingGang(Gang):
             rank = Rank(member.number, len(self.ranks))
             for index in indices:
                 member.put(source.block_ids[index], share_of(self.world.layout, source.content[index], rank))
-            member.run(member.machine.blocks_ready(now_ns, key, [(i, source.block_ids[i]) for i in indices]))
+            ready = [(index, source.block_ids[index]) for index in indices]
+            for layers in layer_groups if ready else ():
+                member.run(member.machine.blocks_ready(now_ns, key, ready, layers))
             if is_last:
                 first = FirstToken(choice=0, position=0, token_id=7)
                 member.run(member.machine.finish(now_ns, key, len(source.block_ids), [first]))
@@ -548,12 +555,13 @@ class World:
     outcomes: dict[PushKey, Outcome] = field(default_factory=dict)
     num_blocks: dict[PushKey, int] = field(default_factory=dict)
     content: dict[PushKey, list[bytes]] = field(default_factory=dict)
-    writers: dict[int, tuple[PushKey, RankPair]] = field(default_factory=dict)
+    writers: dict[int, tuple[PushKey, RankPair, range]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        group = LayerGroup(num_layers=2, num_kv_heads=self.num_kv_heads, head_dim=2)
-        self.layout = KVLayout(groups=(group,), block_size=1, dtype="bfloat16")
+        shared = LayerGroup(num_layers=2, num_kv_heads=self.num_kv_heads, head_dim=2)
+        single = LayerGroup(num_layers=1, num_kv_heads=1, head_dim=2)  # held by every rank
+        self.layout = KVLayout(groups=(shared, single), block_size=1, dtype="bfloat16")
         self.hub = LoopbackHub(self.rng, pick_faults(self.rng), self.check_landing)
         self.timers: list[tuple[int, int, Action]] = []
         self.num_timers = 0
@@ -716,9 +724,9 @@ class World:
 
     def check_landing(self, handle: int, source: PeerId, target: PeerId, copy: Copy) -> None:
         """A byte lands: it must be of the heads that its writer owes, in a block that is still the writer's."""
-        key, pair = self.writers[handle]
+        key, pair, layers = self.writers[handle]
         block_id, offset = divmod(copy.target_bytes, pair.target_layout.block_size_bytes)
-        assert (offset, copy.size_bytes) in [(piece.target_bytes, piece.size_bytes) for piece in pair.pieces()]
+        assert (offset, copy.size_bytes) in [(piece.target_bytes, piece.size_bytes) for piece in pair.pieces(layers)]
         assert target in [member.me for member in self.receiving.members]
         owner = self.receiving.blocks[block_id].owner
         assert owner == key, f"a write of {key} by {source} lands in block {block_id} of {owner}"

@@ -111,11 +111,12 @@ class RankProcess:
         own = config.sender if config.is_sender else config.receiver
         self.block_size = own.rank_layout().block_size_bytes
         self.memory, self.transport = TRANSPORTS[config.transport](config.me, config.num_blocks * self.block_size)
+        num_layers = own.layout.num_layers
         self.machine: GangSender | GangReceiver
         if config.is_sender:
-            self.machine = GangSender(config.limits, config.checksum, self.number)
+            self.machine = GangSender(config.limits, config.checksum, self.number, num_layers=num_layers)
         else:
-            self.machine = GangReceiver(config.limits, config.checksum)
+            self.machine = GangReceiver(config.limits, config.checksum, num_layers=num_layers)
 
     def run(self) -> None:
         self.pipe.send(self.transport.endpoint())
@@ -211,8 +212,9 @@ class RankProcess:
 
     def write(self, effect: WriteBlocks) -> None:
         pair = self.pairs.pair(self.number, rank_of(effect.peer))
-        copies = pair.copies(zip(effect.source_blocks, [b.block_id for b in effect.message.blocks], strict=True))
-        payload = encode(replace(effect.message, num_pieces=pair.num_pieces()))
+        layers, targets = effect.message.layers, [block.block_id for block in effect.message.blocks]
+        copies = pair.copies(zip(effect.source_blocks, targets, strict=True), layers)
+        payload = encode(replace(effect.message, num_pieces=pair.num_pieces(layers)))
         try:
             handle = self.transport.write(effect.peer, copies, payload, checksum=self.config.checksum)
         except UnknownPeerError as error:
@@ -225,7 +227,7 @@ class RankProcess:
 
     def verify(self, effect: VerifyBlocks) -> None:
         assert isinstance(self.machine, GangReceiver)
-        ranges = self.pairs.pair(effect.rank, self.number).target_ranges(effect.block_ids)
+        ranges = self.pairs.pair(effect.rank, self.number).target_ranges(effect.block_ids, effect.layers)
         bad = bad_blocks(effect.block_ids, checksums(self.memory, ranges), effect.checksums)
         self.perform(self.machine.on_verified(time.monotonic_ns(), effect.key, effect.chunk, bad, effect.rank))
 
@@ -339,9 +341,9 @@ class Gangs:
         for rank, receivers in writing.items():
             self.senders[rank].call("open", grant, num_blocks, receivers)
 
-    def give(self, key: PushKey, blocks: Sequence[tuple[int, int]]) -> None:
+    def give(self, key: PushKey, blocks: Sequence[tuple[int, int]], layers: range | None = None) -> None:
         for rank in self.senders:
-            rank.call("blocks_ready", key, list(blocks))
+            rank.call("blocks_ready", key, list(blocks), layers)
 
     def finish(self, key: PushKey, num_tokens: int) -> None:
         for rank in self.senders:

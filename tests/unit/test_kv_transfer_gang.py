@@ -65,7 +65,17 @@ def make_grant(key: PushKey = KEY, lease_id: int = 5, first_block: int = 100) ->
 
 def make_chunk(rank: int, *, num_pieces: int = 1, checksums: tuple[int, ...] = ()) -> PushChunk:
     blocks = make_grant().blocks
-    return PushChunk(key=KEY, lease_id=5, rank=rank, chunk=0, blocks=blocks, num_pieces=num_pieces, checksums=checksums)
+    return PushChunk(
+        key=KEY,
+        lease_id=5,
+        rank=rank,
+        chunk=0,
+        blocks=blocks,
+        first_layer=0,
+        num_layers=2,
+        num_pieces=num_pieces,
+        checksums=checksums,
+    )
 
 
 def make_end(rank: int, num_tokens: int = 40) -> PushEnd:
@@ -90,7 +100,7 @@ def messages(effects: Sequence[object]) -> list[tuple[PeerId, PushMessage]]:
 
 
 def make_receiver(*, checksum: bool = False) -> GangReceiver:
-    receiver = GangReceiver(LIMITS, checksum)
+    receiver = GangReceiver(LIMITS, checksum, num_layers=2)
     assert receiver.open(0, make_grant(), [0, 1]) == []
     for peer in (P0, P1):
         assert receiver.on_connected(0, peer) == []
@@ -209,15 +219,24 @@ def test_pieces_are_verified_by_the_rank_that_sent_them() -> None:
     receiver = make_receiver(checksum=True)
     sums = (1, 2, 3, 4, 5, 6)
     (verify,) = tell(receiver, P1, make_chunk(1, num_pieces=2, checksums=sums))
-    assert verify == VerifyBlocks(key=KEY, chunk=0, block_ids=BLOCK_IDS, checksums=sums, rank=1)
+    assert verify == VerifyBlocks(key=KEY, chunk=0, block_ids=BLOCK_IDS, layers=range(2), checksums=sums, rank=1)
     (verify,) = tell(receiver, P0, make_chunk(0, num_pieces=2, checksums=sums))
-    assert verify == VerifyBlocks(key=KEY, chunk=0, block_ids=BLOCK_IDS, checksums=sums, rank=0)
+    assert verify == VerifyBlocks(key=KEY, chunk=0, block_ids=BLOCK_IDS, layers=range(2), checksums=sums, rank=0)
     tell(receiver, P0, make_end(0))
     tell(receiver, P1, make_end(1))
     assert receiver.on_verified(2, KEY, 0, (), rank=0) == []
     ((peer, missing),) = messages(receiver.on_verified(3, KEY, 0, (101,), rank=1))
     assert peer == P1 and missing.chunks == (0,)  # type: ignore[union-attr]
     receiver.check_invariants()
+
+
+def test_layers_of_which_a_rank_owes_nothing_are_verified_all_the_same() -> None:
+    """Only the owner knows what is owed, so a chunk that says there is nothing to sum is not believed unseen."""
+    receiver = make_receiver(checksum=True)
+    (verify,) = tell(receiver, P1, make_chunk(1, num_pieces=0))
+    assert verify == VerifyBlocks(key=KEY, chunk=0, block_ids=BLOCK_IDS, layers=range(2), checksums=(), rank=1)
+    assert tell(receiver, P0, make_chunk(0)) == [], "a chunk without the sums of its pieces counts as lost"
+    assert receiver.num_ignored_messages == 1
 
 
 def test_rank_that_speaks_for_another_fails_the_push() -> None:
@@ -255,7 +274,7 @@ def test_misuse_raises_and_limits_hold() -> None:
 
 
 def make_sender() -> GangSender:
-    sender = GangSender(LIMITS, checksum=True, rank=1)
+    sender = GangSender(LIMITS, True, 1, num_layers=2)
     opened = sender.open(0, make_grant(), 3, {0: 10, 1: 20})
     assert opened == [ConnectPeer(peer=D0), ConnectPeer(peer=D1)]
     for peer in (D0, D1):

@@ -241,7 +241,8 @@ def test_damaged_pieces_name_their_blocks() -> None:
     assert bad_blocks((7, 8, 9), sent, sent) == ()
     assert bad_blocks((7, 8, 9), (1, 2, 3, 0, 5, 6), sent) == (8,)
     assert bad_blocks((7, 8, 9), (1, 2, 3), sent) == (7, 8, 9), "one sum a block, where two were sent"
-    assert bad_blocks((7, 8), (), ()) == (7, 8), "what was not summed is not trusted"
+    assert bad_blocks((7, 8), (1, 2), ()) == (7, 8), "what comes without sums is not trusted"
+    assert bad_blocks((7, 8), (), ()) == (), "where nothing was to be written, nothing is damaged"
 
 
 @given(num_blocks=st.integers(1, 5), num_pieces=st.integers(1, 300), is_summed=st.booleans())
@@ -253,6 +254,8 @@ def test_a_chunk_carries_a_checksum_for_each_piece(num_blocks: int, num_pieces: 
         rank=3,
         chunk=0,
         blocks=tuple(BlockGrant(index, index + 9, 1) for index in range(num_blocks)),
+        first_layer=0,
+        num_layers=1,
         checksums=tuple(range(num_blocks * num_pieces)) if is_summed else (),
         num_pieces=num_pieces,
     )
@@ -272,6 +275,8 @@ def test_checksums_of_another_number_have_no_encoding() -> None:
             rank=0,
             chunk=0,
             blocks=blocks,
+            first_layer=0,
+            num_layers=1,
             checksums=tuple(range(num_sums)),
             num_pieces=num_pieces,
         )
