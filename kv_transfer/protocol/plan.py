@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kv_transfer.protocol.layout import KVLayout
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Moves `size_bytes` from offset `source_bytes` of the local region to `target_bytes` of the peer's."""
+class Copy(NamedTuple):
+    """Moves `size_bytes` from offset `source_bytes` of the local region to `target_bytes` of the peer's.
+
+    A tuple, because a push between ranks of unequal degrees has tens of thousands of them.
+    """
 
     source_bytes: int
     target_bytes: int

@@ -156,10 +156,11 @@ class RankPair:
         """For (source block id, target block id) pairs: block after block, one copy a piece."""
         source_size, target_size = self.source_layout.block_size_bytes, self.target_layout.block_size_bytes
         pieces = self.pieces(layers)
+        starts = [(source * source_size, target * target_size) for source, target in pairs]
         return [
-            Copy(source * source_size + p.source_bytes, target * target_size + p.target_bytes, p.size_bytes)
-            for source, target in pairs
-            for p in pieces
+            Copy(source_start + source, target_start + target, size)
+            for source_start, target_start in starts
+            for source, target, size in pieces
         ]
 
     def target_ranges(self, block_ids: Iterable[int], layers: range | None = None) -> list[tuple[int, int]]:
