@@ -131,7 +131,8 @@ def test_encoding_is_fixed() -> None:
     renew = LeaseRenew(lease_ids=(5, 6), sent_ns=7, is_reply=True)
     assert encode(renew).hex() == "0207f1fd87750700000000000000010200" + "0500000000000000" + "0600000000000000"
     head = "02011f47900b" + "0200723102000000" + "0300000000000000"
-    assert encode(CHUNK).hex() == head + "0000010000000000" + "05000200" + "0100" + "0100" + "00000000070000000900000000000000"
+    body = "0000010000000000" + "05000200" + "0100" + "0100" + "00000000070000000900000000000000"
+    assert encode(CHUNK).hex() == head + body
 
 
 def test_chunk_without_layers_is_refused() -> None:
