@@ -223,10 +223,15 @@ class _Worker:
 
     def _run_step(self, effect: fx.RunStep) -> None:
         plan, marks = effect.plan, frozenset(effect.layer_marks)
+        num_written = 0
 
         def layer_written(layer: int) -> None:
-            if layer + 1 in marks:
-                event = ev.LayersWritten(step_id=plan.step_id, num_layers=layer + 1)
+            nonlocal num_written
+            if layer != num_written:
+                return  # a model that takes its layers in another order: they are pushed when the step is over
+            num_written += 1
+            if num_written in marks:
+                event = ev.LayersWritten(step_id=plan.step_id, num_layers=num_written)
                 self._engine_thread.report(self.post, event)
 
         def run() -> tuple[StepResult, int]:
