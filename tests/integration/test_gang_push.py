@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -168,13 +169,14 @@ def test_stopped_rank_is_fenced_and_changes_no_byte_when_it_wakes(start_gangs: S
     gangs, grant = half_pushed(start_gangs, transport, (2, 4), ttl_s=0.5)
     victim = gangs.senders[1]
     victim.kill(signal.SIGSTOP)
-    check_nothing_is_held(gangs, grant, victim)
-    blank = {number: bytes(len(rank.call("get", 0))) for number, rank in enumerate(gangs.receivers)}
-    for number, rank in enumerate(gangs.receivers):
-        for block in grant.blocks:
-            rank.call("put", block.block_id, blank[number])
-    if victim.process.is_alive():
+    gangs.wait_until(lambda: gangs.target_leader.num_pushes == 0)
+    blank = [bytes(len(rank.call("get", 0))) for rank in gangs.receivers]
+    for rank, zeros in zip(gangs.receivers, blank, strict=True):
+        for block in grant.blocks:  # they are somebody else's now
+            rank.call("put", block.block_id, zeros)
+    with suppress(ProcessLookupError):  # where the fence is its death
         victim.kill(signal.SIGCONT)
+    check_nothing_is_held(gangs, grant, victim)
     time.sleep(0.05)  # nothing may land: a real late write needs real time
-    for number, rank in enumerate(gangs.receivers):
-        assert all(rank.call("get", block.block_id) == blank[number] for block in grant.blocks)
+    for rank, zeros in zip(gangs.receivers, blank, strict=True):
+        assert all(rank.call("get", block.block_id) == zeros for block in grant.blocks)

@@ -7,6 +7,7 @@ a pipe and hears over it what the machine tells an owner; the rest happens betwe
 from __future__ import annotations
 
 import functools
+import importlib
 import multiprocessing
 import os
 import select
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.checksum import Memory, as_memory, checksums
+from kv_transfer.checksum import as_memory, checksums
 from kv_transfer.protocol.codec import decode, encode
 from kv_transfer.protocol.gang import GangReceiver
 from kv_transfer.protocol.gang_leader import (
@@ -65,21 +66,21 @@ from kv_transfer.transport.base import (
     UnknownPeerError,
     WriteCompleted,
 )
-from kv_transfer.transport.shm import ShmTransport
-from kv_transfer.transport.shm_pool import create_pool
+from kv_transfer.transport.shm_pool import PoolMemory, create_pool
 from tests.support.shares import share_of
 
 TIMEOUT_S = 30.0
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def make_shm(me: PeerId, size_bytes: int) -> tuple[Memory, Transport]:
-    """The pool's memory goes with the process."""
-    pool = create_pool(size_bytes)
-    return as_memory(pool.mapping), ShmTransport(me, pool)
+TRANSPORTS = {"shm": "kv_transfer.transport.shm:ShmTransport"}
+"""Backends to test, by name: where the class is. Each is made of a life's name and its pool."""
 
 
-TRANSPORTS: dict[str, Callable[[PeerId, int], tuple[Memory, Transport]]] = {"shm": make_shm}
+def make_transport(path: str, me: PeerId, pool: PoolMemory) -> Transport:
+    module, _, name = path.partition(":")
+    transport: Transport = getattr(importlib.import_module(module), name)(me, pool)
+    return transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +111,9 @@ class RankProcess:
         self.writes: dict[int, int] = {}
         own = config.sender if config.is_sender else config.receiver
         self.block_size = own.rank_layout().block_size_bytes
-        self.memory, self.transport = TRANSPORTS[config.transport](config.me, config.num_blocks * self.block_size)
+        pool = create_pool(config.num_blocks * self.block_size)
+        self.memory = as_memory(pool.mapping)
+        self.transport = make_transport(TRANSPORTS[config.transport], config.me, pool)
         num_layers = own.layout.num_layers
         self.machine: GangSender | GangReceiver
         if config.is_sender:
