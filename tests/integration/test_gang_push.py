@@ -166,7 +166,7 @@ def test_death_of_one_rank_in_mid_push_commits_nothing_anywhere(
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_stopped_rank_is_fenced_and_changes_no_byte_when_it_wakes(start_gangs: StartGangs, transport: str) -> None:
     """Scenario 7: the lease of one rank's part ends the whole push, and its blocks wait for that rank's fence."""
-    gangs, grant = half_pushed(start_gangs, transport, (2, 4), ttl_s=0.5)
+    gangs, grant = half_pushed(start_gangs, transport, (2, 4), ttl_s=2)
     victim = gangs.senders[1]
     victim.kill(signal.SIGSTOP)
     gangs.wait_until(lambda: gangs.target_leader.num_pushes == 0)
