@@ -24,7 +24,7 @@ from kv_transfer.protocol.messages import (
     SourceReleased,
     WriteBlocks,
 )
-from kv_transfer.protocol.ranks import MAX_RANKS, rank_of, rank_peer
+from kv_transfer.protocol.ranks import MAX_PIECES_PER_WRITE, MAX_RANKS, rank_of, rank_peer
 from kv_transfer.protocol.sender import PushSender
 from kv_transfer.protocol.sender_push import check_grant
 
@@ -33,9 +33,11 @@ class GangSender:
     """All pushes that leave one rank. `peer` is always a rank's name; a grant's `receiver` names the gang."""
 
     def __init__(self, limits: PushLimits, checksum: bool, rank: int, *, num_layers: int) -> None:
-        """As PushSender. The limits hold for the pushes to each receiver rank."""
+        """As PushSender. The limits hold for the pushes to each receiver rank; a write takes fewer blocks than they
+        allow where the checksums of its pieces (at most one a layer of a block) would not fit into one notification."""
+        max_blocks = max(1, MAX_PIECES_PER_WRITE // num_layers)
         self.checksum = checksum
-        self._limits = limits
+        self._limits = replace(limits, max_blocks_per_write=min(limits.max_blocks_per_write, max_blocks))
         self._rank = rank
         self._num_layers = num_layers
         self._senders: dict[int, PushSender] = {}

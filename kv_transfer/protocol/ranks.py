@@ -169,10 +169,6 @@ class RankPair:
         pieces = self.pieces(layers)
         return [(block * size_bytes + p.target_bytes, p.size_bytes) for block in block_ids for p in pieces]
 
-    def max_blocks_per_write(self, limit: int) -> int:
-        """At most `limit` and, beyond one block, at most MAX_PIECES_PER_WRITE pieces."""
-        return min(limit, max(1, MAX_PIECES_PER_WRITE // max(1, self.num_pieces())))
-
     def _piece_of(self, layer: int, group: LayerGroup, sender: Rank, receiver: Rank) -> Copy | None:
         heads = heads_to_move(group.num_kv_heads, sender, receiver)
         if not heads:

@@ -45,7 +45,7 @@ from kv_transfer.protocol.messages import (
     VerifyBlocks,
     WriteBlocks,
 )
-from kv_transfer.protocol.ranks import rank_peer
+from kv_transfer.protocol.ranks import MAX_PIECES_PER_WRITE, rank_peer
 
 KEY = PushKey("r1", 1)
 PREFILL, DECODE = PeerId("prefill-0", 1), PeerId("decode-0", 7)
@@ -345,6 +345,20 @@ def test_source_of_which_one_part_was_committed_is_not_committed() -> None:
     assert isinstance(effects[0], PushFailed)
     assert effects[-1] == SourceReleased(key=KEY, committed=False)
     sender.check_invariants()
+
+
+def test_a_write_has_few_enough_pieces_for_its_checksums() -> None:
+    limits = PushLimits(max_blocks_per_write=3)
+    for num_layers, num_blocks in (
+        (2, [3]),
+        (MAX_PIECES_PER_WRITE // 2, [2, 1]),
+        (MAX_PIECES_PER_WRITE * 2, [1, 1, 1]),
+    ):
+        sender = GangSender(limits, True, 0, num_layers=num_layers)
+        sender.open(0, make_grant(), 3, {0: 10})
+        sender.on_connected(0, D0)
+        effects = sender.blocks_ready(1, KEY, [(0, 50), (1, 51), (2, 52)])
+        assert [len(write.source_blocks) for write in writes(effects)] == num_blocks
 
 
 def test_senders_misuse_cancel_and_ticks() -> None:

@@ -13,7 +13,6 @@ from kv_transfer.protocol.layout import KVLayout, LayerGroup
 from kv_transfer.protocol.messages import BlockGrant, PeerId, PushChunk, PushKey
 from kv_transfer.protocol.plan import Copy
 from kv_transfer.protocol.ranks import (
-    MAX_PIECES_PER_WRITE,
     MAX_RANKS,
     GangLayout,
     PairingError,
@@ -152,13 +151,6 @@ def test_layers_that_do_not_exist_raise() -> None:
     for layers in (range(4), range(-1, 2), range(1, 1), range(0, 3, 2)):
         with pytest.raises(ValueError, match="layers"):
             pair.pieces(layers)
-
-
-def test_a_write_has_few_enough_pieces_for_its_checksums() -> None:
-    pair = pair_gangs(gang(1), gang(2)).pair(0, 0)
-    assert pair.max_blocks_per_write(32) == 32
-    assert pair.max_blocks_per_write(1000) == MAX_PIECES_PER_WRITE // 80
-    assert pair_gangs(gang(2), gang(2)).pair(0, 0).max_blocks_per_write(1000) == 1000
 
 
 @st.composite
