@@ -1,0 +1,218 @@
+"""The receiving end of a connection: posts receives straight into the pool, grants them, reports what has landed.
+
+All of it runs in the backend's thread. Nothing lands but in a posted receive, and UCX writes to one until it has
+ended: a connection is settled, and its writer fenced, when the endpoint is closed and every receive has ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.checksum import Memory
+from kv_transfer.transport.ucx_library import Transfer, UcxEndpointError
+from kv_transfer.transport.ucx_link import Link, LinkLostError
+from kv_transfer.transport.ucx_wire import (
+    ABANDONED,
+    DONE,
+    GRANT,
+    MAX_NOTIFY_BYTES,
+    NOTIFY,
+    WRITE,
+    Frame,
+    UcxProtocolError,
+    decode_pieces,
+)
+from kv_transfer.transport.ucx_writer import MAX_OPEN_WRITES, MAX_PIECE_BYTES
+
+MAX_POSTED_BYTES = 32 << 20
+"""Granted and not landed, a connection: what may come in before commands and other peers are served again."""
+MAX_POSTED_PIECES = 256
+MAX_HELD_NOTIFICATIONS = 4096
+"""Notifications that wait for the bytes of an earlier write; one more breaks the protocol."""
+
+
+class Tags:
+    """Gives out tags that no other receive of this worker has or had."""
+
+    def __init__(self) -> None:
+        self._next_tag = 1
+
+    def take(self, num_tags: int) -> int:
+        first = self._next_tag
+        self._next_tag += num_tags
+        return first
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Incoming:
+    """A write that is not delivered; a notification alone has no pieces."""
+
+    write_id: int = 0
+    pieces: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty((0, 2), dtype=np.uint64))
+    """[num_pieces, 2]: target offset, size in bytes."""
+    first_tag: int = 0
+    num_posted: int = 0
+    num_landed: int = 0
+    landing: deque[Transfer] = field(default_factory=deque)
+    payload: bytes | None = None
+    has_landed: bool = False
+    """And the writer was told so."""
+    is_abandoned: bool = False
+
+
+class Reader:
+    """What is written to us over one connection. The methods may raise LinkLostError and UcxProtocolError.
+
+    Without `memory` (at the end that connected) only notifications are taken. `deliver` is given each notification's
+    payload, in the order in which the writes were announced, when all of its write has landed.
+    """
+
+    def __init__(self, link: Link, memory: Memory | None, tags: Tags, deliver: Callable[[bytes], None]) -> None:
+        self._link = link
+        self._memory = memory
+        self._tags = tags
+        self._deliver = deliver
+        self._order: deque[_Incoming] = deque()
+        self._known: dict[int, _Incoming] = {}
+        """Writes that are neither delivered nor abandoned, by id."""
+        self._landing: dict[int, _Incoming] = {}
+        """Those of them that have not landed."""
+        self._num_posted_bytes = 0
+        self._num_posted_pieces = 0
+
+    def take(self, frame: Frame, now_ns: int) -> None:
+        """WRITE, NOTIFY or ABANDON."""
+        if frame.kind == WRITE:
+            self._on_write(frame)
+        elif frame.kind == NOTIFY:
+            self._on_notify(frame)
+        else:
+            self._on_abandon(frame.write_id, now_ns)
+
+    def advance(self, now_ns: int) -> bool:
+        """Does what can be done now. True if there was something."""
+        has_moved = False
+        for write in list(self._landing.values()):
+            has_moved |= self._reap(write, now_ns)
+            has_moved |= self._post_more(write, now_ns)
+            if not write.landing and (write.is_abandoned or write.num_landed == len(write.pieces)):
+                self._end(write, now_ns)
+                has_moved = True
+        while self._order and self._is_ready(self._order[0]):
+            write = self._order.popleft()
+            self._known.pop(write.write_id, None)
+            if write.payload is not None and not write.is_abandoned:
+                self._deliver(write.payload)
+            has_moved = True
+        return has_moved
+
+    def has_settled(self) -> bool:
+        """After the end: UCX writes to our memory no more."""
+        for write in self._landing.values():
+            while write.landing and write.landing[0].has_ended:
+                write.landing.popleft()
+        return not any(write.landing for write in self._landing.values())
+
+    def check_invariants(self) -> None:
+        assert len(self._landing) <= MAX_OPEN_WRITES and len(self._order) <= MAX_HELD_NOTIFICATIONS
+        for write in self._landing.values():
+            assert write.num_posted - write.num_landed == len(write.landing)
+        posted = [transfer for write in self._landing.values() for transfer in write.landing]
+        assert self._num_posted_pieces == len(posted) <= MAX_POSTED_PIECES
+        assert self._num_posted_bytes == sum(transfer.size_bytes for transfer in posted)
+
+    # ---- frames ----------------------------------------------------------------------------------------------
+
+    def _on_write(self, frame: Frame) -> None:
+        if self._memory is None:
+            raise UcxProtocolError("a write from the end that was connected to")
+        if frame.write_id in self._known or frame.write_id == 0:
+            raise UcxProtocolError(f"write {frame.write_id} was announced twice")
+        if len(self._landing) >= MAX_OPEN_WRITES:
+            raise UcxProtocolError(f"more than {MAX_OPEN_WRITES} writes at once")
+        pieces = decode_pieces(frame.body, self._memory.size)
+        if int(pieces[:, 1].max()) > MAX_PIECE_BYTES:
+            raise UcxProtocolError(f"a piece of more than {MAX_PIECE_BYTES} bytes")
+        write = _Incoming(write_id=frame.write_id, pieces=pieces, first_tag=self._tags.take(len(pieces)))
+        self._known[write.write_id] = self._landing[write.write_id] = write
+        self._hold(write)
+
+    def _on_notify(self, frame: Frame) -> None:
+        if len(frame.body) > MAX_NOTIFY_BYTES:
+            raise UcxProtocolError(f"a notification of {len(frame.body)} bytes")
+        if frame.write_id == 0:
+            self._hold(_Incoming(payload=frame.body, has_landed=True))
+            return
+        write = self._known.get(frame.write_id)
+        if write is None or write.is_abandoned or write.payload is not None:
+            raise UcxProtocolError(f"a notification of write {frame.write_id}, which is not expected")
+        write.payload = frame.body
+
+    def _on_abandon(self, write_id: int, now_ns: int) -> None:
+        write = self._known.get(write_id)
+        if write is None or write.is_abandoned or write.payload is not None:
+            raise UcxProtocolError(f"write {write_id} was given up, which is not expected")
+        write.is_abandoned = True
+        if write.has_landed:  # all its pieces were granted, and the last ones came empty before this frame
+            self._link.say(Frame(kind=ABANDONED, write_id=write_id), now_ns)
+
+    def _hold(self, write: _Incoming) -> None:
+        self._order.append(write)
+        if len(self._order) > MAX_HELD_NOTIFICATIONS:
+            raise UcxProtocolError(f"more than {MAX_HELD_NOTIFICATIONS} notifications wait for a write")
+
+    # ---- steps -----------------------------------------------------------------------------------------------
+
+    def _reap(self, write: _Incoming, now_ns: int) -> bool:
+        """Receives end about in the order in which they were posted, so that looking at the first is enough."""
+        has_moved = False
+        while write.landing and write.landing[0].has_ended:
+            transfer = write.landing.popleft()
+            self._num_posted_bytes -= transfer.size_bytes
+            self._num_posted_pieces -= 1
+            write.num_landed += 1
+            if transfer.has_failed:
+                raise LinkLostError("the connection has ended")
+            self._link.heard_ns = now_ns
+            has_moved = True
+        return has_moved
+
+    def _post_more(self, write: _Incoming, now_ns: int) -> bool:
+        first = write.num_posted
+        if write.is_abandoned or first == len(write.pieces):
+            return False
+        memory = self._memory
+        assert memory is not None
+        try:
+            while write.num_posted < len(write.pieces) and self._may_post():
+                offset_bytes, size_bytes = write.pieces[write.num_posted].tolist()
+                target = memory[offset_bytes : offset_bytes + size_bytes]
+                tag = write.first_tag + write.num_posted
+                write.landing.append(self._link.endpoint.receive_tagged(target, tag))
+                write.num_posted += 1
+                self._num_posted_bytes += size_bytes
+                self._num_posted_pieces += 1
+        except UcxEndpointError as error:
+            raise LinkLostError(str(error)) from error
+        if write.num_posted == first:
+            return False
+        grant = Frame(kind=GRANT, write_id=write.write_id, count=write.num_posted, tag=write.first_tag)
+        self._link.say(grant, now_ns)
+        return True
+
+    def _may_post(self) -> bool:
+        return self._num_posted_bytes < MAX_POSTED_BYTES and self._num_posted_pieces < MAX_POSTED_PIECES
+
+    def _end(self, write: _Incoming, now_ns: int) -> None:
+        del self._landing[write.write_id]
+        write.has_landed = True
+        self._link.say(Frame(kind=ABANDONED if write.is_abandoned else DONE, write_id=write.write_id), now_ns)
+
+    @staticmethod
+    def _is_ready(write: _Incoming) -> bool:
+        return write.has_landed and (write.payload is not None or write.is_abandoned)

@@ -1,0 +1,213 @@
+"""The writing end of a connection: announces writes, sends the pieces that are granted, completes them when told.
+
+All of it runs in the backend's thread. The source of a write is left alone only when the receiver has said DONE or
+ABANDONED, or when not a piece of it was sent: a send that UCX calls complete may not have arrived.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.checksum import Memory, checksums
+from kv_transfer.protocol.plan import merge_copies
+from kv_transfer.transport.base import Copy, TransportEvent, WriteCompleted, WriteFailed
+from kv_transfer.transport.ucx_library import EMPTY, Transfer, UcxEndpointError
+from kv_transfer.transport.ucx_link import Link, LinkLostError
+from kv_transfer.transport.ucx_wire import (
+    ABANDON,
+    DONE,
+    GRANT,
+    NOTIFY,
+    WRITE,
+    Frame,
+    UcxProtocolError,
+    encode_pieces,
+)
+
+MAX_OPEN_WRITES = 16
+"""Announced and not ended, a connection; later ones wait at the writer."""
+MAX_PIECE_BYTES = 8 << 20
+"""Longer ranges are cut, so that a cancelled write ends soon."""
+MAX_SUMMED_BYTES = 4 << 20
+"""Summed in one turn, between which UCX is progressed."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PostedWrite:
+    """A write, or (without `copies`) a notification alone. The rest is how far it has come."""
+
+    handle: int
+    copies: tuple[Copy, ...]
+    notify: bytes
+    checksum: bool = False
+    pieces: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty((0, 3), dtype=np.uint64))
+    """[num_pieces, 3]: source offset, target offset, size in bytes."""
+    num_granted: int = 0
+    num_sent: int = 0
+    first_tag: int = 0
+    sums: list[int] = field(default_factory=list)
+    is_told: bool = False
+    """NOTIFY was said."""
+    is_done: bool = False
+    is_cancelled: bool = False
+
+    @property
+    def is_sent(self) -> bool:
+        return self.num_sent == len(self.pieces)
+
+    @property
+    def is_summed(self) -> bool:
+        return not self.checksum or len(self.sums) == len(self.copies)
+
+
+class Writer:
+    """What is written over one connection. The methods may raise LinkLostError and UcxProtocolError."""
+
+    def __init__(self, link: Link, memory: Memory, emit: Callable[[TransportEvent], None]) -> None:
+        self._link = link
+        self._memory = memory
+        self._emit = emit
+        self._waiting: deque[PostedWrite] = deque()
+        self._open: dict[int, PostedWrite] = {}
+        self._sending: deque[Transfer] = deque()
+
+    def post(self, write: PostedWrite) -> None:
+        self._waiting.append(write)
+
+    def cancel(self, handle: int, now_ns: int) -> None:
+        """A write whose pieces were all sent goes on; of another, no further piece is sent. Unknown ones: nothing."""
+        write = self._open.get(handle)
+        if write is not None:
+            if not write.is_sent and not write.is_cancelled:
+                write.is_cancelled = True
+                self._link.say(Frame(kind=ABANDON, write_id=handle), now_ns)
+            return
+        for waiting in self._waiting:
+            if waiting.handle == handle and waiting.copies:
+                self._waiting.remove(waiting)
+                self._emit(WriteFailed(handle=handle, quiesced=True, reason="cancelled"))
+                return
+
+    def take(self, frame: Frame) -> None:
+        """GRANT, DONE or ABANDONED."""
+        write = self._open.get(frame.write_id)
+        if write is None:
+            raise UcxProtocolError(f"frame {frame.kind} for write {frame.write_id}, which is not open")
+        if frame.kind == GRANT:
+            if not write.num_granted < frame.count <= len(write.pieces):
+                raise UcxProtocolError(f"{frame.count} of {len(write.pieces)} pieces granted")
+            write.first_tag, write.num_granted = frame.tag, frame.count
+        elif frame.kind == DONE:
+            if not write.is_sent:
+                raise UcxProtocolError("a write was called done before all of it was sent")
+            write.is_done = True
+        else:
+            if not write.is_cancelled:
+                raise UcxProtocolError("a write was called abandoned that was not given up")
+            del self._open[write.handle]
+            self._emit(WriteFailed(handle=write.handle, quiesced=True, reason="cancelled"))
+
+    def advance(self, now_ns: int) -> bool:
+        """Does what can be done now. True if there was something."""
+        has_moved = self._reap()
+        while self._waiting and len(self._open) < MAX_OPEN_WRITES and not self._link.is_full:
+            self._begin(self._waiting.popleft(), now_ns)
+            has_moved = True
+        for write in list(self._open.values()):
+            has_moved |= self._send_granted(write)
+            has_moved |= self._sum_some(write)
+            has_moved |= self._tell(write, now_ns)
+            if write.is_done and write.is_told:
+                del self._open[write.handle]
+                self._emit(WriteCompleted(handle=write.handle))
+                has_moved = True
+        return has_moved
+
+    def fail(self, reason: str) -> None:
+        """The connection is lost: every write ends."""
+        for write in [*self._open.values(), *self._waiting]:
+            self._emit(WriteFailed(handle=write.handle, quiesced=write.num_sent == 0, reason=reason))
+        self._open.clear()
+        self._waiting.clear()
+
+    def has_settled(self) -> bool:
+        """After the end: UCX reads our memory no more."""
+        while self._sending and self._sending[0].has_ended:
+            self._sending.popleft()
+        return not self._sending
+
+    def check_invariants(self) -> None:
+        assert len(self._open) <= MAX_OPEN_WRITES
+        for handle, write in self._open.items():
+            assert handle == write.handle and write.copies and len(write.pieces)
+            assert write.num_sent <= write.num_granted <= len(write.pieces)
+            assert not write.is_told or (write.is_sent and write.is_summed)
+
+    # ---- steps -----------------------------------------------------------------------------------------------
+
+    def _begin(self, write: PostedWrite, now_ns: int) -> None:
+        if not write.copies:
+            self._link.say(Frame(kind=NOTIFY, body=write.notify), now_ns)
+            self._emit(WriteCompleted(handle=write.handle))
+            return
+        write.pieces = np.array(list(cut_pieces(write.copies)), dtype=np.uint64)
+        self._open[write.handle] = write
+        body = encode_pieces(write.pieces[:, 1:])
+        self._link.say(Frame(kind=WRITE, write_id=write.handle, body=body), now_ns)
+
+    def _send_granted(self, write: PostedWrite) -> bool:
+        """A cancelled write's pieces go out empty: their receives are posted and must end."""
+        if write.num_sent == write.num_granted:
+            return False
+        endpoint = self._link.endpoint
+        try:
+            for position in range(write.num_sent, write.num_granted):
+                source_bytes, _, size_bytes = write.pieces[position].tolist()
+                piece = EMPTY if write.is_cancelled else self._memory[source_bytes : source_bytes + size_bytes]
+                self._sending.append(endpoint.send_tagged(piece, write.first_tag + position))
+                write.num_sent = position + 1
+        except UcxEndpointError as error:
+            raise LinkLostError(str(error)) from error
+        return True
+
+    def _sum_some(self, write: PostedWrite) -> bool:
+        if write.is_summed or write.is_cancelled:
+            return False
+        ranges: list[tuple[int, int]] = []
+        size_bytes = 0
+        for copy in write.copies[len(write.sums) :]:
+            ranges.append((copy.source_bytes, copy.size_bytes))
+            size_bytes += copy.size_bytes
+            if size_bytes >= MAX_SUMMED_BYTES:
+                break
+        write.sums += checksums(self._memory, ranges)
+        return True
+
+    def _tell(self, write: PostedWrite, now_ns: int) -> bool:
+        if write.is_told or write.is_cancelled or not (write.is_sent and write.is_summed) or self._link.is_full:
+            return False
+        payload = write.notify + b"".join(value.to_bytes(8, "little") for value in write.sums)
+        self._link.say(Frame(kind=NOTIFY, write_id=write.handle, body=payload), now_ns)
+        write.is_told = True
+        return True
+
+    def _reap(self) -> bool:
+        has_moved = False
+        while self._sending and self._sending[0].has_ended:
+            if self._sending.popleft().has_failed:
+                raise LinkLostError("the connection has ended")
+            has_moved = True
+        return has_moved
+
+
+def cut_pieces(copies: Sequence[Copy]) -> Iterator[tuple[int, int, int]]:
+    """Source offset, target offset and size of what goes out as one message each: neighbours merged, long ones cut."""
+    for copy in merge_copies(copies):
+        for start in range(0, copy.size_bytes, MAX_PIECE_BYTES):
+            size_bytes = min(MAX_PIECE_BYTES, copy.size_bytes - start)
+            yield copy.source_bytes + start, copy.target_bytes + start, size_bytes
