@@ -49,7 +49,7 @@ class UcxTransport:
     def __init__(
         self, me: PeerId, pool: PoolMemory, *, host: str = "127.0.0.1", peer_timeout_ns: int = PEER_TIMEOUT_NS
     ) -> None:
-        """`host` is the IPv4 address at which peers reach this worker.
+        """`host` is the IPv4 address at which peers reach this worker; `peer_timeout_ns` is the same for all of them.
 
         Raises: UcxLibraryError if ucxx is missing or does not start, ValueError for another kind of address.
         """
@@ -79,7 +79,7 @@ class UcxTransport:
     # ---- Transport -------------------------------------------------------------------------------------------
 
     def endpoint(self) -> bytes:
-        return encode_endpoint(self._engine.endpoint)
+        return encode_endpoint(self._engine.address)
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
         if peer in self._writable or peer in self._connecting:

@@ -34,8 +34,8 @@ from kv_transfer.transport.ucx_channel import Channel
 from kv_transfer.transport.ucx_handshake import Handshakes
 from kv_transfer.transport.ucx_library import Worker
 from kv_transfer.transport.ucx_link import Link, LinkLostError
-from kv_transfer.transport.ucx_reader import Reader, Tags
-from kv_transfer.transport.ucx_wire import PING, Endpoint, Frame, Hello, UcxProtocolError
+from kv_transfer.transport.ucx_reader import Reader
+from kv_transfer.transport.ucx_wire import PING, Address, Frame, UcxProtocolError
 from kv_transfer.transport.ucx_writer import PostedWrite, Writer
 
 MAX_FENCED_LIVES = 4096
@@ -89,15 +89,14 @@ class Engine:
         self._is_stopping = False
         self._now_ns = time.monotonic_ns()
         self._next_check_ns = 0
-        self._tags = Tags()
         self._outbound: dict[PeerId, Channel] = {}
         self._inbound: dict[PeerId, Channel] = {}
         self._settling: list[tuple[PeerId | None, Channel | Link]] = []
         self._fencing: dict[PeerId, None] = {}
         self._fenced: Recent[PeerId, None] = Recent(MAX_FENCED_LIVES)
         self._worker = Worker()
-        self.endpoint = Endpoint(host=host, port=self._worker.port, token=secrets.token_hex(16))
-        self._handshakes = Handshakes(me, self._worker, self.endpoint, memory.size, self)
+        self.address = Address(host=host, port=self._worker.port, token=secrets.token_hex(16))
+        self._handshakes = Handshakes(me, self._worker, self.address, memory.size, self)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="kv-ucx", daemon=True)
         self._thread.start()
@@ -245,8 +244,7 @@ class Engine:
 
     # ---- connections: from the handshakes --------------------------------------------------------------------
 
-    def refusal(self, hello: Hello) -> str | None:
-        writer = hello.writer
+    def refusal(self, writer: PeerId) -> str | None:
         if writer in self._fencing or writer in self._fenced:
             return f"{writer.name} (incarnation {writer.incarnation}) is fenced"
         return None
@@ -276,7 +274,7 @@ class Engine:
             self._emit(Notified(peer=peer, payload=payload))
 
         writer = Writer(link, self._memory, self._emit)
-        return Channel(peer=peer, link=link, writer=writer, reader=Reader(link, target, self._tags, deliver))
+        return Channel(peer=peer, link=link, writer=writer, reader=Reader(link, target, self._worker, deliver))
 
     def _drop(self, peer: PeerId, reason: str) -> None:
         """Ends both directions."""

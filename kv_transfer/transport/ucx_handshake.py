@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import logging
 import secrets
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
+from kv_transfer.checksum import Memory
 from kv_transfer.transport.base import PeerId
-from kv_transfer.transport.ucx_library import UcxEndpointError, Worker
+from kv_transfer.transport.ucx_library import Endpoint, Transfer, UcxEndpointError, Worker
 from kv_transfer.transport.ucx_link import Link, LinkLostError
 from kv_transfer.transport.ucx_wire import (
-    Endpoint,
+    HELLO_BYTES,
+    Address,
     Hello,
     Refused,
     UcxProtocolError,
     Welcome,
+    decode_answer,
     decode_endpoint,
-    decode_greeting,
-    encode_greeting,
+    decode_hello,
+    decode_reply_tag,
+    encode_answer,
+    encode_hello,
 )
 
 MAX_DIALS = 64
-MAX_UNGREETED = 64
+MAX_ARRIVALS = 64
 """Accepted connections that have not said HELLO, or were refused and have not left; beyond it the oldest is closed."""
 
 _log = logging.getLogger(__name__)
@@ -30,8 +38,8 @@ _log = logging.getLogger(__name__)
 class Hall(Protocol):
     """Where connections go from here."""
 
-    def refusal(self, hello: Hello) -> str | None:
-        """Why a writer may not come in; None if it may."""
+    def refusal(self, writer: PeerId) -> str | None:
+        """Why that life may not come in; None if it may."""
 
     def admit(self, peer: PeerId, link: Link) -> None:
         """A writer has come in and was told WELCOME."""
@@ -45,21 +53,32 @@ class Hall(Protocol):
         """Closes a connection that has come to nothing."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Arrival:
+    """An accepted connection: first its HELLO is awaited, then, if it was refused, its leaving."""
+
+    endpoint: Endpoint
+    opened_ns: int
+    hello: Memory
+    hearing: Transfer
+    refused: Link | None = None
+
+
 class Handshakes:
     """Connections that are not through yet. All of it runs in the backend's thread."""
 
-    def __init__(self, me: PeerId, worker: Worker, endpoint: Endpoint, pool_size_bytes: int, hall: Hall) -> None:
+    def __init__(self, me: PeerId, worker: Worker, address: Address, pool_size_bytes: int, hall: Hall) -> None:
         self._me = me
         self._worker = worker
-        self._endpoint = endpoint
+        self._address = address
         self._pool_size_bytes = pool_size_bytes
         self._hall = hall
-        self._greeting: list[Link] = []
+        self._arrivals: list[_Arrival] = []
         self._dialling: dict[PeerId, Link] = {}
 
     @property
     def is_idle(self) -> bool:
-        return not self._greeting and not self._dialling
+        return not self._arrivals and not self._dialling
 
     def dial(self, peer: PeerId, endpoint: bytes, now_ns: int) -> None:
         """`connected` or `not_connected` follows."""
@@ -70,8 +89,8 @@ class Handshakes:
             return
         try:
             where = decode_endpoint(endpoint)
-            link = Link(self._worker.connect(where.host, where.port), now_ns)
-        except (UcxEndpointError, UcxProtocolError) as error:
+            link = Link(self._worker, self._worker.connect(where.host, where.port), now_ns)
+        except (LinkLostError, UcxEndpointError, UcxProtocolError) as error:
             self._hall.not_connected(peer, str(error))
             return
         self._dialling[peer] = link
@@ -83,8 +102,8 @@ class Handshakes:
             token=where.token,
         )
         try:
-            link.say(encode_greeting(hello), now_ns)
-        except LinkLostError as error:
+            link.introduce(encode_hello(hello, link.hear_tag))
+        except (LinkLostError, UcxProtocolError) as error:
             self.end_dial(peer, str(error))
 
     def end_dial(self, peer: PeerId, reason: str) -> None:
@@ -98,10 +117,10 @@ class Handshakes:
         """Hears whoever has said something. True if there was something."""
         has_moved = False
         for endpoint in self._worker.accept():
-            self._wait_for(Link(endpoint, now_ns))
+            self._await_hello(endpoint, now_ns)
             has_moved = True
-        for link in list(self._greeting):
-            has_moved |= self._guard_greeting(link, now_ns)
+        for arrival in list(self._arrivals):
+            has_moved |= self._serve(arrival, now_ns)
         for peer, link in list(self._dialling.items()):
             has_moved |= self._hear_answer(peer, link, now_ns)
         return has_moved
@@ -110,62 +129,85 @@ class Handshakes:
         for peer, link in list(self._dialling.items()):
             if link.opened_ns < opened_before_ns:
                 self.end_dial(peer, reason)
-        for link in [link for link in self._greeting if link.opened_ns < opened_before_ns]:
-            self._dismiss(link)
+        for arrival in [arrival for arrival in self._arrivals if arrival.opened_ns < opened_before_ns]:
+            self._dismiss(arrival)
 
     def close(self) -> None:
-        for link in [*self._greeting, *self._dialling.values()]:
+        for arrival in list(self._arrivals):
+            self._dismiss(arrival)
+        for link in self._dialling.values():
             self._hall.let_go(link)
-        self._greeting.clear()
         self._dialling.clear()
 
     def check_invariants(self) -> None:
-        assert len(self._dialling) <= MAX_DIALS and len(self._greeting) <= MAX_UNGREETED
+        assert len(self._dialling) <= MAX_DIALS and len(self._arrivals) <= MAX_ARRIVALS
 
     # ---- being dialled ---------------------------------------------------------------------------------------
 
-    def _guard_greeting(self, link: Link, now_ns: int) -> bool:
+    def _await_hello(self, endpoint: Endpoint, now_ns: int) -> None:
+        hello: Memory = np.empty(HELLO_BYTES, dtype=np.uint8)
         try:
-            return self._hear_hello(link, now_ns)
-        except LinkLostError:
-            self._dismiss(link)
-        except UcxProtocolError as error:
+            hearing = endpoint.receive_stream(hello)
+        except UcxEndpointError as error:
+            _log.debug("a ucx connection left at once: %s", error)
+            endpoint.close()
+            return
+        self._arrivals.append(_Arrival(endpoint=endpoint, opened_ns=now_ns, hello=hello, hearing=hearing))
+        if len(self._arrivals) > MAX_ARRIVALS:
+            self._dismiss(self._arrivals[0])
+
+    def _serve(self, arrival: _Arrival, now_ns: int) -> bool:
+        """True if that arrival has come further."""
+        if not arrival.endpoint.is_alive:
+            self._dismiss(arrival)
+            return True
+        if arrival.refused is not None or not arrival.hearing.has_ended:
+            return False
+        data = arrival.hello.tobytes()
+        try:
+            reply_tag = decode_reply_tag(data)
+            link = Link(self._worker, arrival.endpoint, now_ns)
+            link.say_tag = reply_tag
+        except (LinkLostError, UcxProtocolError) as error:
             _log.warning("refused a ucx connection: %s", error)
-            self._refuse(link, str(error), now_ns)
+            self._dismiss(arrival)
+            return True
+        self._answer(arrival, link, data, now_ns)
         return True
 
-    def _hear_hello(self, link: Link, now_ns: int) -> bool:
-        frames = link.hear(now_ns, max_frames=1)
-        if not frames:
-            return False
-        hello = decode_greeting(frames[0])
-        if not isinstance(hello, Hello):
-            raise UcxProtocolError("the connection did not begin with HELLO")
-        if hello.target != self._me or not secrets.compare_digest(hello.token, self._endpoint.token):
+    def _answer(self, arrival: _Arrival, link: Link, data: bytes, now_ns: int) -> None:
+        try:
+            try:
+                hello = decode_hello(data)
+                self._check(hello)
+            except UcxProtocolError as error:
+                _log.warning("refused a ucx connection: %s", error)
+                arrival.refused = link  # and kept until it has left: a close would overtake the word
+                link.say(encode_answer(Refused(reason=str(error))), now_ns)
+                return
+            link.say(encode_answer(Welcome(size_bytes=self._pool_size_bytes, tag=link.hear_tag)), now_ns)
+        except LinkLostError as error:
+            _log.debug("a ucx connection left before it was answered: %s", error)
+            arrival.refused = link
+            self._dismiss(arrival)
+            return
+        self._arrivals.remove(arrival)
+        self._hall.admit(hello.writer, link)
+
+    def _check(self, hello: Hello) -> None:
+        """Raises UcxProtocolError, saying why, if that writer may not come in."""
+        if hello.target != self._me or not secrets.compare_digest(hello.token, self._address.token):
             raise UcxProtocolError(f"this is {self._me.name} (incarnation {self._me.incarnation})")
-        refusal = self._hall.refusal(hello)
+        refusal = self._hall.refusal(hello.writer)
         if refusal is not None:
             raise UcxProtocolError(refusal)
-        link.say(encode_greeting(Welcome(size_bytes=self._pool_size_bytes)), now_ns)
-        self._greeting.remove(link)
-        self._hall.admit(hello.writer, link)
-        return True
 
-    def _refuse(self, link: Link, reason: str, now_ns: int) -> None:
-        """The connection stays until the other end has left or its time is up: a close would overtake the word."""
-        try:
-            link.say(encode_greeting(Refused(reason=reason)), now_ns)
-        except LinkLostError:
-            self._dismiss(link)
-
-    def _wait_for(self, link: Link) -> None:
-        self._greeting.append(link)
-        if len(self._greeting) > MAX_UNGREETED:
-            self._dismiss(self._greeting[0])
-
-    def _dismiss(self, link: Link) -> None:
-        self._greeting.remove(link)
-        self._hall.let_go(link)
+    def _dismiss(self, arrival: _Arrival) -> None:
+        self._arrivals.remove(arrival)
+        if arrival.refused is not None:
+            self._hall.let_go(arrival.refused)
+        else:
+            arrival.endpoint.close()
 
     # ---- dialling --------------------------------------------------------------------------------------------
 
@@ -174,15 +216,14 @@ class Handshakes:
             frames = link.hear(now_ns, max_frames=1)
             if not frames:
                 return False
-            answer = decode_greeting(frames[0])
+            answer = decode_answer(frames[0])
         except (LinkLostError, UcxProtocolError) as error:
             self.end_dial(peer, str(error))
             return True
-        if isinstance(answer, Welcome):
-            del self._dialling[peer]
-            self._hall.connected(peer, link, answer.size_bytes)
-        elif isinstance(answer, Refused):
+        if isinstance(answer, Refused):
             self.end_dial(peer, f"refused: {answer.reason}")
-        else:
-            self.end_dial(peer, "the other end does not speak this protocol")
+            return True
+        del self._dialling[peer]
+        link.say_tag = answer.tag
+        self._hall.connected(peer, link, answer.size_bytes)
         return True

@@ -99,7 +99,7 @@ class Endpoint:
         """Ends when the whole of `buffer` is filled."""
         return self._post(self._endpoint.stream_recv, buffer)
 
-    def send_tagged(self, memory: Memory, tag: int) -> Transfer:
+    def send_tagged(self, memory: Memory | bytes, tag: int) -> Transfer:
         return self._post(self._endpoint.tag_send, memory, self._library.tag(tag))
 
     def receive_tagged(self, memory: Memory, tag: int) -> Transfer:
@@ -125,6 +125,7 @@ class Worker:
         self._library = load()
         api = self._library.api
         self._requests: deque[int] = deque()
+        self._next_tag = 1
         try:
             features = (api.Feature.TAG, api.Feature.STREAM, api.Feature.WAKEUP)
             self._context = api.UCXContext(dict(OPTIONS), features)
@@ -154,6 +155,18 @@ class Worker:
         except self._library.error as error:
             raise UcxEndpointError(str(error)) from error
         return Endpoint(self._library, endpoint)
+
+    def take_tags(self, num_tags: int) -> int:
+        """The first of as many tags in a row that nothing else of this worker has or had."""
+        first, self._next_tag = self._next_tag, self._next_tag + num_tags
+        return first
+
+    def drain(self, tag: int, max_size_bytes: int) -> Iterator[tuple[Transfer, Memory]]:
+        """Receives, to be thrown away, what has arrived under a tag that nobody listens to any more."""
+        while self._worker.tag_probe(self._library.tag(tag)).matched:
+            memory = np.empty(max_size_bytes, dtype=np.uint8)
+            array = self._library.array(memory)
+            yield Transfer(self._worker.tag_recv(array, self._library.tag(tag)), array), memory
 
     def accept(self) -> Iterator[Endpoint]:
         """Those that have connected since."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.checksum import Memory
-from kv_transfer.transport.ucx_library import Transfer, UcxEndpointError
+from kv_transfer.transport.ucx_library import Transfer, UcxEndpointError, Worker
 from kv_transfer.transport.ucx_link import Link, LinkLostError
 from kv_transfer.transport.ucx_wire import (
     ABANDONED,
@@ -34,18 +34,6 @@ MAX_POSTED_BYTES = 32 << 20
 MAX_POSTED_PIECES = 256
 MAX_HELD_NOTIFICATIONS = 4096
 """Notifications that wait for the bytes of an earlier write; one more breaks the protocol."""
-
-
-class Tags:
-    """Gives out tags that no other receive of this worker has or had."""
-
-    def __init__(self) -> None:
-        self._next_tag = 1
-
-    def take(self, num_tags: int) -> int:
-        first = self._next_tag
-        self._next_tag += num_tags
-        return first
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -72,10 +60,10 @@ class Reader:
     payload, in the order in which the writes were announced, when all of its write has landed.
     """
 
-    def __init__(self, link: Link, memory: Memory | None, tags: Tags, deliver: Callable[[bytes], None]) -> None:
+    def __init__(self, link: Link, memory: Memory | None, worker: Worker, deliver: Callable[[bytes], None]) -> None:
         self._link = link
         self._memory = memory
-        self._tags = tags
+        self._worker = worker
         self._deliver = deliver
         self._order: deque[_Incoming] = deque()
         self._known: dict[int, _Incoming] = {}
@@ -138,7 +126,7 @@ class Reader:
         pieces = decode_pieces(frame.body, self._memory.size)
         if int(pieces[:, 1].max()) > MAX_PIECE_BYTES:
             raise UcxProtocolError(f"a piece of more than {MAX_PIECE_BYTES} bytes")
-        write = _Incoming(write_id=frame.write_id, pieces=pieces, first_tag=self._tags.take(len(pieces)))
+        write = _Incoming(write_id=frame.write_id, pieces=pieces, first_tag=self._worker.take_tags(len(pieces)))
         self._known[write.write_id] = self._landing[write.write_id] = write
         self._hold(write)
 

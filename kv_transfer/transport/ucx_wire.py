@@ -1,6 +1,8 @@
-"""What two ends of a ucx connection say to each other: frames on the connection's own ordered stream.
+"""What two ends of a ucx connection say to each other.
 
-The writer connects and says HELLO; the other end answers WELCOME or REFUSED. Then, for every write:
+The end that connects sends one HELLO on the connection's stream; it names the tag under which this end hears. All
+else are frames, cut into packets: tagged messages, which arrive in order. The answer is WELCOME, with the other end's
+tag, or REFUSED. Then, for every write:
 
     writer    WRITE    the target ranges, piece by piece
     receiver  GRANT    so many pieces may come, the first of them with this tag (the receives are posted by then)
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -31,21 +34,27 @@ PIECE_BYTES = 16
 """Of the table in WRITE: target offset and size, a u64 each."""
 MAX_BODY_BYTES = MAX_PIECES_PER_WRITE * PIECE_BYTES
 MAX_NOTIFY_BYTES = 64 * 1024
+HELLO_BYTES = 1024
+"""Always so many, so that one receive takes it."""
+PACKET_BYTES = 4000
+"""Less than what UCX would announce first (`ucx_library.OPTIONS`)."""
 
-HELLO = 1
-WELCOME = 2
-REFUSED = 3
-WRITE = 4
-GRANT = 5
-NOTIFY = 6
-DONE = 7
-ABANDON = 8
-ABANDONED = 9
-PING = 10
+WELCOME = 1
+REFUSED = 2
+WRITE = 3
+GRANT = 4
+NOTIFY = 5
+DONE = 6
+ABANDON = 7
+ABANDONED = 8
+PING = 9
 
-_HEADER = struct.Struct("<BxxxIQQQ")
-HEADER_BYTES = _HEADER.size
-_NUMBERS = ("version", "port", "size_bytes", "writer_incarnation", "target_incarnation")
+_MAGIC = b"BKVU"
+_HELLO = struct.Struct("<4sHxxQ")
+"""Magic, version and the tag that its sender hears: the same in every version, so that any version can be refused."""
+_PACKET = struct.Struct("<B?xxIQQQ")
+"""Kind, whether more of the frame follows, bytes of body in this packet, write id, count, tag."""
+_NUMBERS = ("version", "port", "size_bytes", "tag", "writer_incarnation", "target_incarnation")
 
 T = TypeVar("T")
 
@@ -66,7 +75,7 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
+class Address:
     """Where a worker life listens (an IPv4 address), and what it will expect to hear."""
 
     host: str
@@ -84,7 +93,6 @@ class Hello:
     target_name: str
     target_incarnation: int
     token: str
-    version: int = PROTOCOL_VERSION
 
     @property
     def writer(self) -> PeerId:
@@ -97,58 +105,89 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """`size_bytes` is of the pool that may be written."""
+    """`size_bytes` is of the pool that may be written, `tag` what its sender hears."""
 
     size_bytes: int
-    version: int = PROTOCOL_VERSION
+    tag: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
     reason: str
-    version: int = PROTOCOL_VERSION
 
 
-_GREETINGS: dict[int, type[Hello | Welcome | Refused]] = {HELLO: Hello, WELCOME: Welcome, REFUSED: Refused}
+def encode_endpoint(address: Address) -> bytes:
+    return json.dumps({"transport": "ucx", **asdict(address)}).encode()
 
 
-def encode_endpoint(endpoint: Endpoint) -> bytes:
-    return json.dumps({"transport": "ucx", **asdict(endpoint)}).encode()
-
-
-def decode_endpoint(data: bytes) -> Endpoint:
+def decode_endpoint(data: bytes) -> Address:
     """Raises: UcxProtocolError."""
     fields = _fields(data[:MAX_ENDPOINT_BYTES])
     if fields.pop("transport", None) != "ucx":
         raise UcxProtocolError("this endpoint is not of a ucx transport")
-    return _build(Endpoint, fields)
+    if fields.get("version") != PROTOCOL_VERSION:
+        raise UcxProtocolError(
+            f"ucx protocol version {fields.get('version')}, where this worker speaks {PROTOCOL_VERSION}"
+        )
+    return _build(Address, fields)
 
 
-def encode_frame(frame: Frame) -> bytes:
-    return _HEADER.pack(frame.kind, len(frame.body), frame.write_id, frame.count, frame.tag) + frame.body
+def encode_packets(frame: Frame) -> Iterator[bytes]:
+    """At least one, of at most PACKET_BYTES each."""
+    room_bytes = PACKET_BYTES - _PACKET.size
+    for start in range(0, max(1, len(frame.body)), room_bytes):
+        part = frame.body[start : start + room_bytes]
+        has_more = start + room_bytes < len(frame.body)
+        yield _PACKET.pack(frame.kind, has_more, len(part), frame.write_id, frame.count, frame.tag) + part
 
 
-def decode_header(data: bytes) -> tuple[Frame, int]:
-    """The frame without its body, and the body's size. Raises: UcxProtocolError."""
-    kind, body_bytes, write_id, count, tag = _HEADER.unpack(data)
-    if not HELLO <= kind <= PING:
-        raise UcxProtocolError(f"frame of unknown kind {kind}")
-    if body_bytes > MAX_BODY_BYTES:
-        raise UcxProtocolError(f"frame of {body_bytes} bytes, more than {MAX_BODY_BYTES}")
-    return Frame(kind=kind, write_id=write_id, count=count, tag=tag), body_bytes
+def decode_packet(packet: bytes) -> tuple[Frame, bool]:
+    """A frame or a part of one, and whether more of it follows. `packet` may be longer. Raises: UcxProtocolError."""
+    kind, has_more, body_bytes, write_id, count, tag = _PACKET.unpack_from(packet)
+    if not WELCOME <= kind <= PING or body_bytes > len(packet) - _PACKET.size:
+        raise UcxProtocolError(f"damaged packet of kind {kind}")
+    body = packet[_PACKET.size : _PACKET.size + body_bytes]
+    return Frame(kind=kind, write_id=write_id, count=count, tag=tag, body=body), has_more
 
 
-def encode_greeting(greeting: Hello | Welcome | Refused) -> Frame:
-    kind = next(kind for kind, greeting_type in _GREETINGS.items() if greeting_type is type(greeting))
-    return Frame(kind=kind, body=json.dumps(asdict(greeting)).encode())
+def encode_hello(hello: Hello, reply_tag: int) -> bytes:
+    """Raises: UcxProtocolError if the names in it are too long."""
+    data = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, reply_tag) + json.dumps(asdict(hello)).encode()
+    if len(data) > HELLO_BYTES:
+        raise UcxProtocolError(f"HELLO of {len(data)} bytes, more than {HELLO_BYTES}: the workers' names are too long")
+    return data.ljust(HELLO_BYTES)
 
 
-def decode_greeting(frame: Frame) -> Hello | Welcome | Refused:
+def decode_reply_tag(data: bytes) -> int:
+    """The tag that the sender of this HELLO hears, whatever its version. Raises: UcxProtocolError."""
+    magic, _, reply_tag = _HELLO.unpack_from(data)
+    if magic != _MAGIC or reply_tag == 0:
+        raise UcxProtocolError("the connection did not begin with HELLO")
+    return int(reply_tag)
+
+
+def decode_hello(data: bytes) -> Hello:
     """Raises: UcxProtocolError."""
-    greeting_type = _GREETINGS.get(frame.kind)
-    if greeting_type is None:
-        raise UcxProtocolError("the connection did not begin with a handshake")
-    return _build(greeting_type, _fields(frame.body))
+    _, version, _ = _HELLO.unpack_from(data)
+    if version != PROTOCOL_VERSION:
+        raise UcxProtocolError(f"ucx protocol version {version}, where this worker speaks {PROTOCOL_VERSION}")
+    return _build(Hello, _fields(data[_HELLO.size :]))
+
+
+def encode_answer(answer: Welcome | Refused) -> Frame:
+    kind = WELCOME if isinstance(answer, Welcome) else REFUSED
+    return Frame(kind=kind, body=json.dumps(asdict(answer)).encode())
+
+
+def decode_answer(frame: Frame) -> Welcome | Refused:
+    """Raises: UcxProtocolError."""
+    if frame.kind == REFUSED:
+        return _build(Refused, _fields(frame.body))
+    if frame.kind == WELCOME:
+        welcome = _build(Welcome, _fields(frame.body))
+        if welcome.tag > 0:
+            return welcome
+    raise UcxProtocolError("the other end does not speak this protocol")
 
 
 def encode_pieces(pieces: npt.NDArray[np.uint64]) -> bytes:
@@ -175,20 +214,16 @@ def _fields(data: bytes) -> dict[str, Any]:
         raise UcxProtocolError("damaged handshake") from error
     if not isinstance(fields, dict):
         raise UcxProtocolError("damaged handshake")
-    if fields.get("version") != PROTOCOL_VERSION:
-        raise UcxProtocolError(
-            f"ucx protocol version {fields.get('version')}, where this worker speaks {PROTOCOL_VERSION}"
-        )
     return fields
 
 
-def _build(greeting_type: type[T], fields: dict[str, Any]) -> T:
+def _build(message_type: type[T], fields: dict[str, Any]) -> T:
     try:
-        greeting = greeting_type(**fields)
+        message = message_type(**fields)
     except TypeError as error:
         raise UcxProtocolError("damaged handshake") from error
     for name, value in fields.items():
         expected = int if name in _NUMBERS else str
         if type(value) is not expected:
             raise UcxProtocolError(f"damaged handshake: {name}")
-    return greeting
+    return message
