@@ -32,8 +32,9 @@ from kv_transfer.transport.base import (
 )
 from kv_transfer.transport.shm_pool import PoolMemory
 from kv_transfer.transport.ucx_engine import Dropped, Engine, EngineEvent, Reachable
+from kv_transfer.transport.ucx_pieces import MAX_PIECE_BYTES
 from kv_transfer.transport.ucx_wire import MAX_NOTIFY_BYTES, MAX_PIECES_PER_WRITE, encode_endpoint
-from kv_transfer.transport.ucx_writer import MAX_PIECE_BYTES, PostedWrite
+from kv_transfer.transport.ucx_writer import PostedWrite
 
 PEER_TIMEOUT_NS = 5 * SECOND_NS
 """A peer that is not heard for as long is given up: stopped, or behind a cut link. A dead one is noticed at once."""

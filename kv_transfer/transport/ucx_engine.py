@@ -34,6 +34,7 @@ from kv_transfer.transport.ucx_channel import Channel
 from kv_transfer.transport.ucx_handshake import Handshakes
 from kv_transfer.transport.ucx_library import Worker
 from kv_transfer.transport.ucx_link import Link, LinkLostError
+from kv_transfer.transport.ucx_pieces import Staging
 from kv_transfer.transport.ucx_reader import Reader
 from kv_transfer.transport.ucx_wire import PING, Address, Frame, UcxProtocolError
 from kv_transfer.transport.ucx_writer import PostedWrite, Writer
@@ -94,6 +95,7 @@ class Engine:
         self._settling: list[tuple[PeerId | None, Channel | Link]] = []
         self._fencing: dict[PeerId, None] = {}
         self._fenced: Recent[PeerId, None] = Recent(MAX_FENCED_LIVES)
+        self._staging = Staging()
         self._worker = Worker()
         self.address = Address(host=host, port=self._worker.port, token=secrets.token_hex(16))
         self._handshakes = Handshakes(me, self._worker, self.address, memory.size, self)
@@ -273,8 +275,9 @@ class Engine:
         def deliver(payload: bytes) -> None:
             self._emit(Notified(peer=peer, payload=payload))
 
-        writer = Writer(link, self._memory, self._emit)
-        return Channel(peer=peer, link=link, writer=writer, reader=Reader(link, target, self._worker, deliver))
+        writer = Writer(link, self._memory, self._staging, self._emit)
+        reader = Reader(link, target, self._staging, self._worker, deliver)
+        return Channel(peer=peer, link=link, writer=writer, reader=reader)
 
     def _drop(self, peer: PeerId, reason: str) -> None:
         """Ends both directions."""

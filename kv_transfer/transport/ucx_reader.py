@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from kv_transfer.checksum import Memory
 from kv_transfer.transport.ucx_library import Transfer, UcxEndpointError, Worker
 from kv_transfer.transport.ucx_link import Link, LinkLostError
+from kv_transfer.transport.ucx_pieces import MAX_PIECE_BYTES, Staging, Table, group_pieces, scatter
 from kv_transfer.transport.ucx_wire import (
     ABANDONED,
     DONE,
@@ -27,11 +27,11 @@ from kv_transfer.transport.ucx_wire import (
     UcxProtocolError,
     decode_pieces,
 )
-from kv_transfer.transport.ucx_writer import MAX_OPEN_WRITES, MAX_PIECE_BYTES
+from kv_transfer.transport.ucx_writer import MAX_OPEN_WRITES
 
 MAX_POSTED_BYTES = 32 << 20
 """Granted and not landed, a connection: what may come in before commands and other peers are served again."""
-MAX_POSTED_PIECES = 256
+MAX_POSTED_MESSAGES = 256
 MAX_HELD_NOTIFICATIONS = 4096
 """Notifications that wait for the bytes of an earlier write; one more breaks the protocol."""
 
@@ -41,12 +41,15 @@ class _Incoming:
     """A write that is not delivered; a notification alone has no pieces."""
 
     write_id: int = 0
-    pieces: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty((0, 2), dtype=np.uint64))
+    pieces: Table = field(default_factory=lambda: np.empty((0, 2), dtype=np.uint64))
     """[num_pieces, 2]: target offset, size in bytes."""
+    messages: list[tuple[int, int, int]] = field(default_factory=list)
+    """See `group_pieces`; what is posted and landed is counted in them."""
     first_tag: int = 0
     num_posted: int = 0
     num_landed: int = 0
-    landing: deque[Transfer] = field(default_factory=deque)
+    landing: deque[tuple[Transfer, Memory | None]] = field(default_factory=deque)
+    """With the buffer of a packed message."""
     payload: bytes | None = None
     has_landed: bool = False
     """And the writer was told so."""
@@ -60,9 +63,12 @@ class Reader:
     payload, in the order in which the writes were announced, when all of its write has landed.
     """
 
-    def __init__(self, link: Link, memory: Memory | None, worker: Worker, deliver: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, link: Link, memory: Memory | None, staging: Staging, worker: Worker, deliver: Callable[[bytes], None]
+    ) -> None:
         self._link = link
         self._memory = memory
+        self._staging = staging
         self._worker = worker
         self._deliver = deliver
         self._order: deque[_Incoming] = deque()
@@ -71,7 +77,7 @@ class Reader:
         self._landing: dict[int, _Incoming] = {}
         """Those of them that have not landed."""
         self._num_posted_bytes = 0
-        self._num_posted_pieces = 0
+        self._num_posted_messages = 0
 
     def take(self, frame: Frame, now_ns: int) -> None:
         """WRITE, NOTIFY or ABANDON."""
@@ -88,7 +94,7 @@ class Reader:
         for write in list(self._landing.values()):
             has_moved |= self._reap(write, now_ns)
             has_moved |= self._post_more(write, now_ns)
-            if not write.landing and (write.is_abandoned or write.num_landed == len(write.pieces)):
+            if not write.landing and (write.is_abandoned or write.num_landed == len(write.messages)):
                 self._end(write, now_ns)
                 has_moved = True
         while self._order and self._is_ready(self._order[0]):
@@ -102,7 +108,7 @@ class Reader:
     def has_settled(self) -> bool:
         """After the end: UCX writes to our memory no more."""
         for write in self._landing.values():
-            while write.landing and write.landing[0].has_ended:
+            while write.landing and write.landing[0][0].has_ended:
                 write.landing.popleft()
         return not any(write.landing for write in self._landing.values())
 
@@ -110,8 +116,8 @@ class Reader:
         assert len(self._landing) <= MAX_OPEN_WRITES and len(self._order) <= MAX_HELD_NOTIFICATIONS
         for write in self._landing.values():
             assert write.num_posted - write.num_landed == len(write.landing)
-        posted = [transfer for write in self._landing.values() for transfer in write.landing]
-        assert self._num_posted_pieces == len(posted) <= MAX_POSTED_PIECES
+        posted = [transfer for write in self._landing.values() for transfer, _ in write.landing]
+        assert self._num_posted_messages == len(posted) <= MAX_POSTED_MESSAGES
         assert self._num_posted_bytes == sum(transfer.size_bytes for transfer in posted)
 
     # ---- frames ----------------------------------------------------------------------------------------------
@@ -126,7 +132,9 @@ class Reader:
         pieces = decode_pieces(frame.body, self._memory.size)
         if int(pieces[:, 1].max()) > MAX_PIECE_BYTES:
             raise UcxProtocolError(f"a piece of more than {MAX_PIECE_BYTES} bytes")
-        write = _Incoming(write_id=frame.write_id, pieces=pieces, first_tag=self._worker.take_tags(len(pieces)))
+        messages = group_pieces(pieces[:, 1])
+        first_tag = self._worker.take_tags(len(messages))
+        write = _Incoming(write_id=frame.write_id, pieces=pieces, messages=messages, first_tag=first_tag)
         self._known[write.write_id] = self._landing[write.write_id] = write
         self._hold(write)
 
@@ -159,32 +167,39 @@ class Reader:
     def _reap(self, write: _Incoming, now_ns: int) -> bool:
         """Receives end about in the order in which they were posted, so that looking at the first is enough."""
         has_moved = False
-        while write.landing and write.landing[0].has_ended:
-            transfer = write.landing.popleft()
+        while write.landing and write.landing[0][0].has_ended:
+            transfer, buffer = write.landing.popleft()
             self._num_posted_bytes -= transfer.size_bytes
-            self._num_posted_pieces -= 1
-            write.num_landed += 1
+            self._num_posted_messages -= 1
             if transfer.has_failed:
                 raise LinkLostError("the connection has ended")
+            if buffer is not None:
+                self._unpack(write, buffer)
+            write.num_landed += 1
             self._link.heard_ns = now_ns
             has_moved = True
         return has_moved
 
+    def _unpack(self, write: _Incoming, buffer: Memory) -> None:
+        """An abandoned write's messages may have come empty."""
+        if not write.is_abandoned:
+            assert self._memory is not None
+            first, end, _ = write.messages[write.num_landed]
+            scatter(self._memory, buffer, write.pieces[first:end, 0], write.pieces[first:end, 1])
+        self._staging.give_back(buffer)
+
     def _post_more(self, write: _Incoming, now_ns: int) -> bool:
         first = write.num_posted
-        if write.is_abandoned or first == len(write.pieces):
+        if write.is_abandoned or first == len(write.messages):
             return False
-        memory = self._memory
-        assert memory is not None
         try:
-            while write.num_posted < len(write.pieces) and self._may_post():
-                offset_bytes, size_bytes = write.pieces[write.num_posted].tolist()
-                target = memory[offset_bytes : offset_bytes + size_bytes]
-                tag = write.first_tag + write.num_posted
-                write.landing.append(self._link.endpoint.receive_tagged(target, tag))
+            while write.num_posted < len(write.messages) and self._may_post():
+                memory, buffer = self._place(write)
+                transfer = self._link.endpoint.receive_tagged(memory, write.first_tag + write.num_posted)
+                write.landing.append((transfer, buffer))
                 write.num_posted += 1
-                self._num_posted_bytes += size_bytes
-                self._num_posted_pieces += 1
+                self._num_posted_bytes += transfer.size_bytes
+                self._num_posted_messages += 1
         except UcxEndpointError as error:
             raise LinkLostError(str(error)) from error
         if write.num_posted == first:
@@ -193,8 +208,18 @@ class Reader:
         self._link.say(grant, now_ns)
         return True
 
+    def _place(self, write: _Incoming) -> tuple[Memory, Memory | None]:
+        """Where the next message lands: in the pool, or in a buffer if it is of several pieces."""
+        assert self._memory is not None
+        first, end, size_bytes = write.messages[write.num_posted]
+        if end == first + 1:
+            offset_bytes = int(write.pieces[first, 0])
+            return self._memory[offset_bytes : offset_bytes + size_bytes], None
+        buffer = self._staging.take()
+        return buffer[:size_bytes], buffer
+
     def _may_post(self) -> bool:
-        return self._num_posted_bytes < MAX_POSTED_BYTES and self._num_posted_pieces < MAX_POSTED_PIECES
+        return self._num_posted_bytes < MAX_POSTED_BYTES and self._num_posted_messages < MAX_POSTED_MESSAGES
 
     def _end(self, write: _Incoming, now_ns: int) -> None:
         del self._landing[write.write_id]

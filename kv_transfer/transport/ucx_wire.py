@@ -4,9 +4,9 @@ The end that connects sends one HELLO on the connection's stream; it names the t
 else are frames, cut into packets: tagged messages, which arrive in order. The answer is WELCOME, with the other end's
 tag, or REFUSED. Then, for every write:
 
-    writer    WRITE    the target ranges, piece by piece
-    receiver  GRANT    so many pieces may come, the first of them with this tag (the receives are posted by then)
-    writer    ...      each granted piece as one tagged message; after the last one NOTIFY with the write's payload
+    writer    WRITE    the target ranges, piece by piece; `ucx_pieces` says which of them share a message
+    receiver  GRANT    so many messages may come, the first of them with this tag (the receives are posted by then)
+    writer    ...      the granted messages, a tag each; after the last one NOTIFY with the write's payload
     receiver  DONE     all bytes are in place; the notification is delivered when NOTIFY has come as well
 
 A writer that gives a write up says ABANDON and sends empty messages for what is granted and not sent, so that no
@@ -65,7 +65,7 @@ class UcxProtocolError(TransportError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """`count` and `tag` are of GRANT: the pieces granted in all, and the first piece's tag."""
+    """`count` and `tag` are of GRANT: the messages granted in all, and the first one's tag."""
 
     kind: int
     write_id: int = 0

@@ -7,17 +7,16 @@ ABANDONED, or when not a piece of it was sent: a send that UCX calls complete ma
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from kv_transfer.checksum import Memory, checksums
-from kv_transfer.protocol.plan import merge_copies
 from kv_transfer.transport.base import Copy, TransportEvent, WriteCompleted, WriteFailed
 from kv_transfer.transport.ucx_library import EMPTY, Transfer, UcxEndpointError
 from kv_transfer.transport.ucx_link import Link, LinkLostError
+from kv_transfer.transport.ucx_pieces import Staging, Table, cut_pieces, gather, group_pieces
 from kv_transfer.transport.ucx_wire import (
     ABANDON,
     DONE,
@@ -31,8 +30,8 @@ from kv_transfer.transport.ucx_wire import (
 
 MAX_OPEN_WRITES = 16
 """Announced and not ended, a connection; later ones wait at the writer."""
-MAX_PIECE_BYTES = 8 << 20
-"""Longer ranges are cut, so that a cancelled write ends soon."""
+MAX_SENT_PER_TURN = 16
+"""Messages of a write, after which UCX is progressed."""
 MAX_SUMMED_BYTES = 4 << 20
 """Summed in one turn, between which UCX is progressed."""
 
@@ -45,8 +44,10 @@ class PostedWrite:
     copies: tuple[Copy, ...]
     notify: bytes
     checksum: bool = False
-    pieces: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty((0, 3), dtype=np.uint64))
-    """[num_pieces, 3]: source offset, target offset, size in bytes."""
+    pieces: Table = field(default_factory=lambda: np.empty((0, 3), dtype=np.uint64))
+    """See `cut_pieces`."""
+    messages: list[tuple[int, int, int]] = field(default_factory=list)
+    """See `group_pieces`; what is granted and sent is counted in them."""
     num_granted: int = 0
     num_sent: int = 0
     first_tag: int = 0
@@ -58,7 +59,7 @@ class PostedWrite:
 
     @property
     def is_sent(self) -> bool:
-        return self.num_sent == len(self.pieces)
+        return self.num_sent == len(self.messages)
 
     @property
     def is_summed(self) -> bool:
@@ -68,19 +69,21 @@ class PostedWrite:
 class Writer:
     """What is written over one connection. The methods may raise LinkLostError and UcxProtocolError."""
 
-    def __init__(self, link: Link, memory: Memory, emit: Callable[[TransportEvent], None]) -> None:
+    def __init__(self, link: Link, memory: Memory, staging: Staging, emit: Callable[[TransportEvent], None]) -> None:
         self._link = link
         self._memory = memory
+        self._staging = staging
         self._emit = emit
         self._waiting: deque[PostedWrite] = deque()
         self._open: dict[int, PostedWrite] = {}
-        self._sending: deque[Transfer] = deque()
+        self._sending: deque[tuple[Transfer, Memory | None]] = deque()
+        """With the buffer of a packed message."""
 
     def post(self, write: PostedWrite) -> None:
         self._waiting.append(write)
 
     def cancel(self, handle: int, now_ns: int) -> None:
-        """A write whose pieces were all sent goes on; of another, no further piece is sent. Unknown ones: nothing."""
+        """A write all of which was sent goes on; of another, nothing more is sent. Unknown ones: nothing."""
         write = self._open.get(handle)
         if write is not None:
             if not write.is_sent and not write.is_cancelled:
@@ -99,8 +102,8 @@ class Writer:
         if write is None:
             raise UcxProtocolError(f"frame {frame.kind} for write {frame.write_id}, which is not open")
         if frame.kind == GRANT:
-            if not write.num_granted < frame.count <= len(write.pieces):
-                raise UcxProtocolError(f"{frame.count} of {len(write.pieces)} pieces granted")
+            if not write.num_granted < frame.count <= len(write.messages):
+                raise UcxProtocolError(f"{frame.count} of {len(write.messages)} messages granted")
             write.first_tag, write.num_granted = frame.tag, frame.count
         elif frame.kind == DONE:
             if not write.is_sent:
@@ -137,15 +140,15 @@ class Writer:
 
     def has_settled(self) -> bool:
         """After the end: UCX reads our memory no more."""
-        while self._sending and self._sending[0].has_ended:
+        while self._sending and self._sending[0][0].has_ended:
             self._sending.popleft()
         return not self._sending
 
     def check_invariants(self) -> None:
         assert len(self._open) <= MAX_OPEN_WRITES
         for handle, write in self._open.items():
-            assert handle == write.handle and write.copies and len(write.pieces)
-            assert write.num_sent <= write.num_granted <= len(write.pieces)
+            assert handle == write.handle and write.copies and write.messages
+            assert write.num_sent <= write.num_granted <= len(write.messages)
             assert not write.is_told or (write.is_sent and write.is_summed)
 
     # ---- steps -----------------------------------------------------------------------------------------------
@@ -155,25 +158,34 @@ class Writer:
             self._link.say(Frame(kind=NOTIFY, body=write.notify), now_ns)
             self._emit(WriteCompleted(handle=write.handle))
             return
-        write.pieces = np.array(list(cut_pieces(write.copies)), dtype=np.uint64)
+        write.pieces = cut_pieces(write.copies)
+        write.messages = group_pieces(write.pieces[:, 2])
         self._open[write.handle] = write
         body = encode_pieces(write.pieces[:, 1:])
         self._link.say(Frame(kind=WRITE, write_id=write.handle, body=body), now_ns)
 
     def _send_granted(self, write: PostedWrite) -> bool:
-        """A cancelled write's pieces go out empty: their receives are posted and must end."""
-        if write.num_sent == write.num_granted:
-            return False
-        endpoint = self._link.endpoint
+        """A cancelled write's messages go out empty: their receives are posted and must end."""
+        first = write.num_sent
         try:
-            for position in range(write.num_sent, write.num_granted):
-                source_bytes, _, size_bytes = write.pieces[position].tolist()
-                piece = EMPTY if write.is_cancelled else self._memory[source_bytes : source_bytes + size_bytes]
-                self._sending.append(endpoint.send_tagged(piece, write.first_tag + position))
-                write.num_sent = position + 1
+            while write.num_sent < min(write.num_granted, first + MAX_SENT_PER_TURN):
+                memory, buffer = (EMPTY, None) if write.is_cancelled else self._message(write)
+                transfer = self._link.endpoint.send_tagged(memory, write.first_tag + write.num_sent)
+                self._sending.append((transfer, buffer))
+                write.num_sent += 1
         except UcxEndpointError as error:
             raise LinkLostError(str(error)) from error
-        return True
+        return write.num_sent > first
+
+    def _message(self, write: PostedWrite) -> tuple[Memory, Memory | None]:
+        """The next message's bytes, and the buffer that they are in if it is of several pieces."""
+        first, end, size_bytes = write.messages[write.num_sent]
+        if end == first + 1:
+            source_bytes = int(write.pieces[first, 0])
+            return self._memory[source_bytes : source_bytes + size_bytes], None
+        buffer = self._staging.take()
+        gather(buffer, self._memory, write.pieces[first:end, 0], write.pieces[first:end, 2])
+        return buffer[:size_bytes], buffer
 
     def _sum_some(self, write: PostedWrite) -> bool:
         if write.is_summed or write.is_cancelled:
@@ -198,16 +210,11 @@ class Writer:
 
     def _reap(self) -> bool:
         has_moved = False
-        while self._sending and self._sending[0].has_ended:
-            if self._sending.popleft().has_failed:
+        while self._sending and self._sending[0][0].has_ended:
+            transfer, buffer = self._sending.popleft()
+            if buffer is not None:
+                self._staging.give_back(buffer)
+            if transfer.has_failed:
                 raise LinkLostError("the connection has ended")
             has_moved = True
         return has_moved
-
-
-def cut_pieces(copies: Sequence[Copy]) -> Iterator[tuple[int, int, int]]:
-    """Source offset, target offset and size of what goes out as one message each: neighbours merged, long ones cut."""
-    for copy in merge_copies(copies):
-        for start in range(0, copy.size_bytes, MAX_PIECE_BYTES):
-            size_bytes = min(MAX_PIECE_BYTES, copy.size_bytes - start)
-            yield copy.source_bytes + start, copy.target_bytes + start, size_bytes

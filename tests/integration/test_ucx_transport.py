@@ -564,14 +564,13 @@ def test_close_gives_everything_back(start_child: Callable[..., Child]) -> None:
     child = start_child(DECODE)
     for round_ in range(2):
         before = num_descriptors_and_threads()
-        lives = Here(PREFILL, seed=1), Here(PeerId("decode-1", 1))
-        writer, reader = lives
+        writer, reader = Here(PREFILL, seed=1), Here(PeerId("decode-1", 1))
         writer.transport.connect(DECODE, child.endpoint)
         writer.wait_for(Connected)
         connect(writer, reader)
-        for _ in range(10):
-            writer.transport.write(DECODE, [Copy(0, 0, POOL)], b"x")
-            writer.transport.write(reader.me, [Copy(0, 0, POOL)], b"x")
+        for peer in (DECODE, reader.me):
+            writer.transport.write(peer, [Copy(0, 0, POOL)], b"x")
+            writer.wait_for(WriteCompleted)
         nobody = encode_endpoint(Address(host="192.0.2.1", port=9, token=""))
         writer.transport.connect(PeerId("nobody", 1), nobody)
         writer.close()
@@ -584,6 +583,19 @@ def test_close_gives_everything_back(start_child: Callable[..., Child]) -> None:
     child.tell("close")
     child.process.join(TIMEOUT_S)
     assert child.process.exitcode == 0
+
+
+def test_close_in_the_middle_of_writes(start_child: Callable[..., Child]) -> None:
+    child = start_child(DECODE)
+    writer = Here(PREFILL, seed=1)
+    writer.transport.connect(DECODE, child.endpoint)
+    writer.wait_for(Connected)
+    for _ in range(20):
+        writer.transport.write(DECODE, [Copy(0, 0, POOL)], b"x")
+    assert child.wait_for(Notified) == Notified(peer=PREFILL, payload=b"x")
+    writer.close()
+    assert num_descriptors_and_threads()[1] == 0
+    assert child.wait_for(PeerGone).peer == PREFILL
 
 
 def run_script(script: str) -> None:
