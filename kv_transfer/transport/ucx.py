@@ -37,7 +37,7 @@ from kv_transfer.transport.ucx_wire import MAX_NOTIFY_BYTES, MAX_PIECES_PER_WRIT
 from kv_transfer.transport.ucx_writer import PostedWrite
 
 PEER_TIMEOUT_NS = 5 * SECOND_NS
-"""A peer that is not heard for as long is given up: stopped, or behind a cut link. A dead one is noticed at once."""
+"""Within it a peer that is not heard is given up: stopped, or behind a cut link. A dead one is noticed at once."""
 MAX_UNENDED_WRITES = 4096
 """Posted to one peer and not polled as ended; with one more the peer counts as gone."""
 

@@ -31,7 +31,7 @@ class Channel:
 
     def turn(self, now_ns: int) -> bool:
         """Hears, then does what can be done. True if there was something. Raises: LinkLostError, UcxProtocolError."""
-        frames = self.link.hear(now_ns)
+        frames = self.link.hear()
         for frame in frames:
             if frame.kind in (GRANT, DONE, ABANDONED):
                 self.writer.take(frame)

@@ -33,7 +33,7 @@ from kv_transfer.transport.base import (
 from kv_transfer.transport.ucx_channel import Channel
 from kv_transfer.transport.ucx_handshake import Handshakes
 from kv_transfer.transport.ucx_library import Worker
-from kv_transfer.transport.ucx_link import Link, LinkLostError
+from kv_transfer.transport.ucx_link import Link, LinkLostError, Mailroom
 from kv_transfer.transport.ucx_pieces import Staging
 from kv_transfer.transport.ucx_reader import Reader
 from kv_transfer.transport.ucx_wire import PING, Address, Frame, UcxProtocolError
@@ -83,6 +83,7 @@ class Engine:
         """Raises: UcxLibraryError."""
         self._memory = memory
         self._peer_timeout_ns = peer_timeout_ns
+        self._check_interval_ns = peer_timeout_ns // CHECKS_PER_TIMEOUT
         self._report = report
         self._fail = fail
         self._events: list[EngineEvent] = []
@@ -97,8 +98,9 @@ class Engine:
         self._fenced: Recent[PeerId, None] = Recent(MAX_FENCED_LIVES)
         self._staging = Staging()
         self._worker = Worker()
+        self._mailroom = Mailroom(self._worker)
         self.address = Address(host=host, port=self._worker.port, token=secrets.token_hex(16))
-        self._handshakes = Handshakes(me, self._worker, self.address, memory.size, self)
+        self._handshakes = Handshakes(me, self._worker, self._mailroom, self.address, memory.size, self)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="kv-ucx", daemon=True)
         self._thread.start()
@@ -186,6 +188,7 @@ class Engine:
         while self._commands:
             self._commands.popleft()()
         self._worker.progress()
+        has_moved |= self._mailroom.turn(self._now_ns)
         has_moved |= self._handshakes.turn(self._now_ns)
         for channels in (self._outbound, self._inbound):
             for peer, channel in list(channels.items()):
@@ -193,7 +196,7 @@ class Engine:
                     has_moved |= self._serve(channel)
         self._settle()
         if self._now_ns >= self._next_check_ns:
-            self._next_check_ns = self._now_ns + self._peer_timeout_ns // CHECKS_PER_TIMEOUT
+            self._next_check_ns = self._now_ns + self._check_interval_ns
             self._check_times()
         return has_moved
 
@@ -216,12 +219,13 @@ class Engine:
 
         What had arrived was heard in this very turn, so that our own pause is not taken for the peer's.
         """
-        limit_ns = self._now_ns - self._peer_timeout_ns
-        seconds = f"{self._peer_timeout_ns / SECOND_NS:g} s"
+        silence_ns = self._peer_timeout_ns - self._check_interval_ns  # so that it is noticed within the timeout
+        limit_ns = self._now_ns - silence_ns
+        seconds = f"{silence_ns / SECOND_NS:g} s"
         self._handshakes.expire(limit_ns, f"no answer within {seconds}")
         for channel in [*self._outbound.values(), *self._inbound.values()]:
             if channel.link.heard_ns < limit_ns:
-                self.lose(channel.peer, f"it says nothing for {seconds}")
+                self.lose(channel.peer, f"it was not heard for {seconds}")
             elif channel.link.said_ns <= self._now_ns - self._peer_timeout_ns // HEARTBEATS_PER_TIMEOUT:
                 try:
                     channel.link.say(Frame(kind=PING), self._now_ns)
@@ -241,6 +245,7 @@ class Engine:
             _log.error("%d ucx connections did not settle in time", len(self._settling))
         self._settling.clear()
         self._commands.clear()
+        self._mailroom.close()
         self._worker.close()
         del self._memory
 
@@ -289,6 +294,7 @@ class Engine:
         self._emit(Dropped(peer=peer))
 
     def _close(self, peer: PeerId | None, ended: Channel | Link) -> None:
+        self._mailroom.leave(ended if isinstance(ended, Link) else ended.link)
         ended.close()
         self._settling.append((peer, ended))
 

@@ -12,7 +12,7 @@ import numpy as np
 from kv_transfer.checksum import Memory
 from kv_transfer.transport.base import PeerId
 from kv_transfer.transport.ucx_library import Endpoint, Transfer, UcxEndpointError, Worker
-from kv_transfer.transport.ucx_link import Link, LinkLostError
+from kv_transfer.transport.ucx_link import Link, LinkLostError, Mailroom
 from kv_transfer.transport.ucx_wire import (
     HELLO_BYTES,
     Address,
@@ -23,7 +23,7 @@ from kv_transfer.transport.ucx_wire import (
     decode_answer,
     decode_endpoint,
     decode_hello,
-    decode_reply_tag,
+    decode_hello_link_id,
     encode_answer,
     encode_hello,
 )
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Hall(Protocol):
-    """Where connections go from here."""
+    """Where connections go from here. Those that are told of here are addressed already; `let_go` ends that."""
 
     def refusal(self, writer: PeerId) -> str | None:
         """Why that life may not come in; None if it may."""
@@ -67,9 +67,12 @@ class _Arrival:
 class Handshakes:
     """Connections that are not through yet. All of it runs in the backend's thread."""
 
-    def __init__(self, me: PeerId, worker: Worker, address: Address, pool_size_bytes: int, hall: Hall) -> None:
+    def __init__(
+        self, me: PeerId, worker: Worker, mailroom: Mailroom, address: Address, pool_size_bytes: int, hall: Hall
+    ) -> None:
         self._me = me
         self._worker = worker
+        self._mailroom = mailroom
         self._address = address
         self._pool_size_bytes = pool_size_bytes
         self._hall = hall
@@ -89,10 +92,11 @@ class Handshakes:
             return
         try:
             where = decode_endpoint(endpoint)
-            link = Link(self._worker, self._worker.connect(where.host, where.port), now_ns)
-        except (LinkLostError, UcxEndpointError, UcxProtocolError) as error:
+            link = Link(self._worker.connect(where.host, where.port), now_ns)
+        except (UcxEndpointError, UcxProtocolError) as error:
             self._hall.not_connected(peer, str(error))
             return
+        self._mailroom.enter(link)
         self._dialling[peer] = link
         hello = Hello(
             writer_name=self._me.name,
@@ -102,7 +106,7 @@ class Handshakes:
             token=where.token,
         )
         try:
-            link.introduce(encode_hello(hello, link.hear_tag))
+            link.introduce(encode_hello(hello, link.link_id))
         except (LinkLostError, UcxProtocolError) as error:
             self.end_dial(peer, str(error))
 
@@ -122,7 +126,7 @@ class Handshakes:
         for arrival in list(self._arrivals):
             has_moved |= self._serve(arrival, now_ns)
         for peer, link in list(self._dialling.items()):
-            has_moved |= self._hear_answer(peer, link, now_ns)
+            has_moved |= self._hear_answer(peer, link)
         return has_moved
 
     def expire(self, opened_before_ns: int, reason: str) -> None:
@@ -164,11 +168,10 @@ class Handshakes:
         if arrival.refused is not None or not arrival.hearing.has_ended:
             return False
         data = arrival.hello.tobytes()
+        link = Link(arrival.endpoint, now_ns)
         try:
-            reply_tag = decode_reply_tag(data)
-            link = Link(self._worker, arrival.endpoint, now_ns)
-            link.say_tag = reply_tag
-        except (LinkLostError, UcxProtocolError) as error:
+            link.peer_link_id = decode_hello_link_id(data)
+        except UcxProtocolError as error:
             _log.warning("refused a ucx connection: %s", error)
             self._dismiss(arrival)
             return True
@@ -185,13 +188,14 @@ class Handshakes:
                 arrival.refused = link  # and kept until it has left: a close would overtake the word
                 link.say(encode_answer(Refused(reason=str(error))), now_ns)
                 return
-            link.say(encode_answer(Welcome(size_bytes=self._pool_size_bytes, tag=link.hear_tag)), now_ns)
+            link.say(encode_answer(Welcome(size_bytes=self._pool_size_bytes, link_id=link.link_id)), now_ns)
         except LinkLostError as error:
             _log.debug("a ucx connection left before it was answered: %s", error)
             arrival.refused = link
             self._dismiss(arrival)
             return
         self._arrivals.remove(arrival)
+        self._mailroom.enter(link)
         self._hall.admit(hello.writer, link)
 
     def _check(self, hello: Hello) -> None:
@@ -211,9 +215,9 @@ class Handshakes:
 
     # ---- dialling --------------------------------------------------------------------------------------------
 
-    def _hear_answer(self, peer: PeerId, link: Link, now_ns: int) -> bool:
+    def _hear_answer(self, peer: PeerId, link: Link) -> bool:
         try:
-            frames = link.hear(now_ns, max_frames=1)
+            frames = link.hear()
             if not frames:
                 return False
             answer = decode_answer(frames[0])
@@ -224,6 +228,7 @@ class Handshakes:
             self.end_dial(peer, f"refused: {answer.reason}")
             return True
         del self._dialling[peer]
-        link.say_tag = answer.tag
+        link.peer_link_id = answer.link_id
+        link.put_back(frames[1:])
         self._hall.connected(peer, link, answer.size_bytes)
         return True

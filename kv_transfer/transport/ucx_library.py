@@ -23,6 +23,11 @@ OPTIONS = {"RNDV_THRESH": "4K"}
 packet. What UCX would choose for sizes in between, packets without an announcement, leaves a receive that has got the
 first of them unfinished for ever when the connection breaks: its fence could never complete."""
 
+FIRST_TAG = 16
+"""Of those that `Worker.take_tags` gives out; the ones below have fixed uses."""
+_IN_PROGRESS = 1
+"""UCX's status of what has not ended; 0 is success."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -64,21 +69,24 @@ def load() -> _Library:
 class Transfer:
     """A posted send or receive. Dropping one that has not ended would cancel it, so whoever posts keeps it."""
 
-    __slots__ = ("_array", "_request", "size_bytes")
+    __slots__ = ("_array", "_request", "_status", "size_bytes")
 
     def __init__(self, request: Any, array: Any) -> None:
         self._request = request
         self._array = array  # holds the memory that UCX works on
+        self._status = _IN_PROGRESS
         self.size_bytes: int = array.nbytes
 
     @property
     def has_ended(self) -> bool:
-        return bool(self._request.completed)
+        if self._status == _IN_PROGRESS:
+            self._status = int(self._request.status)
+        return self._status != _IN_PROGRESS
 
     @property
     def has_failed(self) -> bool:
         """Of one that has ended."""
-        return int(self._request.status) != 0
+        return self._status != 0
 
 
 class Endpoint:
@@ -87,10 +95,16 @@ class Endpoint:
     def __init__(self, library: _Library, endpoint: Any) -> None:
         self._library = library
         self._endpoint = endpoint
+        self._ends: list[bool] = []
+        """UCX puts something in when the connection has ended."""
+        try:
+            endpoint.set_close_callback(self._ends.append, (True,))
+        except (library.error, RuntimeError):
+            self._ends.append(True)
 
     @property
     def is_alive(self) -> bool:
-        return bool(self._endpoint.alive)
+        return not self._ends
 
     def send_stream(self, data: bytes) -> Transfer:
         return self._post(self._endpoint.stream_send, data)
@@ -103,6 +117,7 @@ class Endpoint:
         return self._post(self._endpoint.tag_send, memory, self._library.tag(tag))
 
     def receive_tagged(self, memory: Memory, tag: int) -> Transfer:
+        """Ends, at the latest, some turns after `close`."""
         return self._post(self._endpoint.tag_recv, memory, self._library.tag(tag))
 
     def close(self) -> None:
@@ -125,7 +140,7 @@ class Worker:
         self._library = load()
         api = self._library.api
         self._requests: deque[int] = deque()
-        self._next_tag = 1
+        self._next_tag = FIRST_TAG
         try:
             features = (api.Feature.TAG, api.Feature.STREAM, api.Feature.WAKEUP)
             self._context = api.UCXContext(dict(OPTIONS), features)
@@ -161,12 +176,13 @@ class Worker:
         first, self._next_tag = self._next_tag, self._next_tag + num_tags
         return first
 
-    def drain(self, tag: int, max_size_bytes: int) -> Iterator[tuple[Transfer, Memory]]:
-        """Receives, to be thrown away, what has arrived under a tag that nobody listens to any more."""
-        while self._worker.tag_probe(self._library.tag(tag)).matched:
-            memory = np.empty(max_size_bytes, dtype=np.uint8)
-            array = self._library.array(memory)
-            yield Transfer(self._worker.tag_recv(array, self._library.tag(tag)), array), memory
+    def receive_tagged(self, memory: Memory, tag: int) -> Transfer:
+        """From whatever connection. Raises: UcxEndpointError."""
+        array = self._library.array(memory)
+        try:
+            return Transfer(self._worker.tag_recv(array, self._library.tag(tag)), array)
+        except self._library.error as error:
+            raise UcxEndpointError(str(error)) from error
 
     def accept(self) -> Iterator[Endpoint]:
         """Those that have connected since."""

@@ -91,8 +91,10 @@ class Reader:
     def advance(self, now_ns: int) -> bool:
         """Does what can be done now. True if there was something."""
         has_moved = False
+        is_first = True  # what was posted first lands first, so that looking at one write is enough
         for write in list(self._landing.values()):
-            has_moved |= self._reap(write, now_ns)
+            has_moved |= is_first and self._reap(write, now_ns)
+            is_first = is_first and not write.landing
             has_moved |= self._post_more(write, now_ns)
             if not write.landing and (write.is_abandoned or write.num_landed == len(write.messages)):
                 self._end(write, now_ns)

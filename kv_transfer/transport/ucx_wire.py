@@ -1,8 +1,9 @@
 """What two ends of a ucx connection say to each other.
 
-The end that connects sends one HELLO on the connection's stream; it names the tag under which this end hears. All
-else are frames, cut into packets: tagged messages, which arrive in order. The answer is WELCOME, with the other end's
-tag, or REFUSED. Then, for every write:
+The end that connects sends one HELLO on the connection's stream; it names the link id by which this end will know
+the connection. All else are frames, cut into packets: messages with one fixed tag, which arrive in order and carry the
+link id that their receiver has given. The answer is WELCOME, with the other end's link id, or REFUSED. Then, for every
+write:
 
     writer    WRITE    the target ranges, piece by piece; `ucx_pieces` says which of them share a message
     receiver  GRANT    so many messages may come, the first of them with this tag (the receives are posted by then)
@@ -38,6 +39,7 @@ HELLO_BYTES = 1024
 """Always so many, so that one receive takes it."""
 PACKET_BYTES = 4000
 """Less than what UCX would announce first (`ucx_library.OPTIONS`)."""
+PACKET_TAG = 1
 
 WELCOME = 1
 REFUSED = 2
@@ -51,10 +53,10 @@ PING = 9
 
 _MAGIC = b"BKVU"
 _HELLO = struct.Struct("<4sHxxQ")
-"""Magic, version and the tag that its sender hears: the same in every version, so that any version can be refused."""
-_PACKET = struct.Struct("<B?xxIQQQ")
-"""Kind, whether more of the frame follows, bytes of body in this packet, write id, count, tag."""
-_NUMBERS = ("version", "port", "size_bytes", "tag", "writer_incarnation", "target_incarnation")
+"""Magic, version and its sender's link id: the same in every version, so that any version can be refused."""
+_PACKET = struct.Struct("<QB?xxIQQQ")
+"""Link id, kind, whether more of the frame follows, bytes of body in this packet, write id, count, tag."""
+_NUMBERS = ("version", "port", "size_bytes", "link_id", "writer_incarnation", "target_incarnation")
 
 T = TypeVar("T")
 
@@ -105,10 +107,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """`size_bytes` is of the pool that may be written, `tag` what its sender hears."""
+    """`size_bytes` is of the pool that may be written, `link_id` its sender's."""
 
     size_bytes: int
-    tag: int
+    link_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,38 +134,43 @@ def decode_endpoint(data: bytes) -> Address:
     return _build(Address, fields)
 
 
-def encode_packets(frame: Frame) -> Iterator[bytes]:
+def encode_packets(frame: Frame, link_id: int) -> Iterator[bytes]:
     """At least one, of at most PACKET_BYTES each."""
     room_bytes = PACKET_BYTES - _PACKET.size
     for start in range(0, max(1, len(frame.body)), room_bytes):
         part = frame.body[start : start + room_bytes]
         has_more = start + room_bytes < len(frame.body)
-        yield _PACKET.pack(frame.kind, has_more, len(part), frame.write_id, frame.count, frame.tag) + part
+        header = _PACKET.pack(link_id, frame.kind, has_more, len(part), frame.write_id, frame.count, frame.tag)
+        yield header + part
+
+
+def decode_link_id(packet: bytes) -> int:
+    return int.from_bytes(packet[:8], "little")
 
 
 def decode_packet(packet: bytes) -> tuple[Frame, bool]:
     """A frame or a part of one, and whether more of it follows. `packet` may be longer. Raises: UcxProtocolError."""
-    kind, has_more, body_bytes, write_id, count, tag = _PACKET.unpack_from(packet)
+    _, kind, has_more, body_bytes, write_id, count, tag = _PACKET.unpack_from(packet)
     if not WELCOME <= kind <= PING or body_bytes > len(packet) - _PACKET.size:
         raise UcxProtocolError(f"damaged packet of kind {kind}")
     body = packet[_PACKET.size : _PACKET.size + body_bytes]
     return Frame(kind=kind, write_id=write_id, count=count, tag=tag, body=body), has_more
 
 
-def encode_hello(hello: Hello, reply_tag: int) -> bytes:
+def encode_hello(hello: Hello, link_id: int) -> bytes:
     """Raises: UcxProtocolError if the names in it are too long."""
-    data = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, reply_tag) + json.dumps(asdict(hello)).encode()
+    data = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, link_id) + json.dumps(asdict(hello)).encode()
     if len(data) > HELLO_BYTES:
         raise UcxProtocolError(f"HELLO of {len(data)} bytes, more than {HELLO_BYTES}: the workers' names are too long")
     return data.ljust(HELLO_BYTES)
 
 
-def decode_reply_tag(data: bytes) -> int:
-    """The tag that the sender of this HELLO hears, whatever its version. Raises: UcxProtocolError."""
-    magic, _, reply_tag = _HELLO.unpack_from(data)
-    if magic != _MAGIC or reply_tag == 0:
+def decode_hello_link_id(data: bytes) -> int:
+    """Of the sender of this HELLO, whatever its version. Raises: UcxProtocolError."""
+    magic, _, link_id = _HELLO.unpack_from(data)
+    if magic != _MAGIC:
         raise UcxProtocolError("the connection did not begin with HELLO")
-    return int(reply_tag)
+    return int(link_id)
 
 
 def decode_hello(data: bytes) -> Hello:
@@ -184,9 +191,7 @@ def decode_answer(frame: Frame) -> Welcome | Refused:
     if frame.kind == REFUSED:
         return _build(Refused, _fields(frame.body))
     if frame.kind == WELCOME:
-        welcome = _build(Welcome, _fields(frame.body))
-        if welcome.tag > 0:
-            return welcome
+        return _build(Welcome, _fields(frame.body))
     raise UcxProtocolError("the other end does not speak this protocol")
 
 

@@ -78,6 +78,7 @@ class Writer:
         self._open: dict[int, PostedWrite] = {}
         self._sending: deque[tuple[Transfer, Memory | None]] = deque()
         """With the buffer of a packed message."""
+        self._may_reap = False
 
     def post(self, write: PostedWrite) -> None:
         self._waiting.append(write)
@@ -98,6 +99,7 @@ class Writer:
 
     def take(self, frame: Frame) -> None:
         """GRANT, DONE or ABANDONED."""
+        self._may_reap = True
         write = self._open.get(frame.write_id)
         if write is None:
             raise UcxProtocolError(f"frame {frame.kind} for write {frame.write_id}, which is not open")
@@ -117,7 +119,10 @@ class Writer:
 
     def advance(self, now_ns: int) -> bool:
         """Does what can be done now. True if there was something."""
-        has_moved = self._reap()
+        has_moved = False
+        if self._may_reap:  # when the peer has said something; a look in every turn would cost more than it frees
+            self._may_reap = False
+            self._reap()
         while self._waiting and len(self._open) < MAX_OPEN_WRITES and not self._link.is_full:
             self._begin(self._waiting.popleft(), now_ns)
             has_moved = True
@@ -208,13 +213,10 @@ class Writer:
         write.is_told = True
         return True
 
-    def _reap(self) -> bool:
-        has_moved = False
+    def _reap(self) -> None:
         while self._sending and self._sending[0][0].has_ended:
             transfer, buffer = self._sending.popleft()
             if buffer is not None:
                 self._staging.give_back(buffer)
             if transfer.has_failed:
                 raise LinkLostError("the connection has ended")
-            has_moved = True
-        return has_moved

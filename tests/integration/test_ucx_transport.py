@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -416,7 +417,7 @@ def test_stopped_peers_are_given_up_after_the_timeout(
     failed = here.wait_for(WriteFailed)
     assert (failed.handle, failed.quiesced) == (handle, True), "nothing was granted, so nothing was sent"
     gone = here.wait_for(PeerGone)
-    assert gone.peer == DECODE and "1 s" in gone.reason
+    assert gone.peer == DECODE and "not heard" in gone.reason
     child.kill(signal.SIGCONT)
     assert child.wait_for(PeerGone).peer == PREFILL
 
@@ -556,8 +557,7 @@ def test_bad_arguments_raise(here: Here, writer: Here) -> None:
 
 
 def num_descriptors_and_threads() -> tuple[int, int]:
-    threads = sum(1 for task in Path("/proc/self/task").iterdir() if "kv-ucx" in (task / "comm").read_text())
-    return len(os.listdir("/proc/self/fd")), threads
+    return len(os.listdir("/proc/self/fd")), sum(thread.name == "kv-ucx" for thread in threading.enumerate())
 
 
 def test_close_gives_everything_back(start_child: Callable[..., Child]) -> None:
