@@ -43,7 +43,10 @@ MAX_UNENDED_WRITES = 4096
 
 
 class UcxTransport:
-    """One worker life's end; implements `transport.base.Transport` over its pool."""
+    """One worker life's end; implements `transport.base.Transport` over its pool.
+
+    It listens on every address of its host (ucxx knows no other way); who comes must know the endpoint's token.
+    """
 
     name = "ucx"
 

@@ -200,7 +200,7 @@ class Handshakes:
 
     def _check(self, hello: Hello) -> None:
         """Raises UcxProtocolError, saying why, if that writer may not come in."""
-        if hello.target != self._me or not secrets.compare_digest(hello.token, self._address.token):
+        if hello.target != self._me or not _is_same(hello.token, self._address.token):
             raise UcxProtocolError(f"this is {self._me.name} (incarnation {self._me.incarnation})")
         refusal = self._hall.refusal(hello.writer)
         if refusal is not None:
@@ -232,3 +232,7 @@ class Handshakes:
         link.put_back(frames[1:])
         self._hall.connected(peer, link, answer.size_bytes)
         return True
+
+
+def _is_same(told: str, token: str) -> bool:
+    return secrets.compare_digest(told.encode(), token.encode())

@@ -160,4 +160,5 @@ class Mailroom:
         self._links.clear()
 
     def _post(self, slot: Memory) -> None:
+        slot[:8] = 0  # so that an empty message is not taken for the packet before it
         self._posted.append((self._worker.receive_tagged(slot, PACKET_TAG), slot))

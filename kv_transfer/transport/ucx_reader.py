@@ -192,10 +192,10 @@ class Reader:
 
     def _post_more(self, write: _Incoming, now_ns: int) -> bool:
         first = write.num_posted
-        if write.is_abandoned or first == len(write.messages):
+        if write.is_abandoned or first == len(write.messages) or not self._has_room(0.5):
             return False
         try:
-            while write.num_posted < len(write.messages) and self._may_post():
+            while write.num_posted < len(write.messages) and self._has_room(1.0):
                 memory, buffer = self._place(write)
                 transfer = self._link.endpoint.receive_tagged(memory, write.first_tag + write.num_posted)
                 write.landing.append((transfer, buffer))
@@ -220,8 +220,12 @@ class Reader:
         buffer = self._staging.take()
         return buffer[:size_bytes], buffer
 
-    def _may_post(self) -> bool:
-        return self._num_posted_bytes < MAX_POSTED_BYTES and self._num_posted_messages < MAX_POSTED_MESSAGES
+    def _has_room(self, share: float) -> bool:
+        """Whether less than that share of the limits is posted. Half of it is enough for the wire: grants are few."""
+        return (
+            self._num_posted_bytes < share * MAX_POSTED_BYTES
+            and self._num_posted_messages < share * MAX_POSTED_MESSAGES
+        )
 
     def _end(self, write: _Incoming, now_ns: int) -> None:
         del self._landing[write.write_id]

@@ -51,6 +51,7 @@ ABANDON = 7
 ABANDONED = 8
 PING = 9
 
+_MAX_U64 = (1 << 64) - 1
 _MAGIC = b"BKVU"
 _HELLO = struct.Struct("<4sHxxQ")
 """Magic, version and its sender's link id: the same in every version, so that any version can be refused."""
@@ -151,7 +152,7 @@ def decode_link_id(packet: bytes) -> int:
 def decode_packet(packet: bytes) -> tuple[Frame, bool]:
     """A frame or a part of one, and whether more of it follows. `packet` may be longer. Raises: UcxProtocolError."""
     _, kind, has_more, body_bytes, write_id, count, tag = _PACKET.unpack_from(packet)
-    if not WELCOME <= kind <= PING or body_bytes > len(packet) - _PACKET.size:
+    if not WELCOME <= kind <= PING or body_bytes > len(packet) - _PACKET.size or tag + count > _MAX_U64:
         raise UcxProtocolError(f"damaged packet of kind {kind}")
     body = packet[_PACKET.size : _PACKET.size + body_bytes]
     return Frame(kind=kind, write_id=write_id, count=count, tag=tag, body=body), has_more
@@ -191,7 +192,9 @@ def decode_answer(frame: Frame) -> Welcome | Refused:
     if frame.kind == REFUSED:
         return _build(Refused, _fields(frame.body))
     if frame.kind == WELCOME:
-        return _build(Welcome, _fields(frame.body))
+        welcome = _build(Welcome, _fields(frame.body))
+        if welcome.size_bytes > 0 and 0 <= welcome.link_id <= _MAX_U64:
+            return welcome
     raise UcxProtocolError("the other end does not speak this protocol")
 
 
@@ -215,7 +218,7 @@ def decode_pieces(body: bytes, pool_size_bytes: int) -> npt.NDArray[np.uint64]:
 def _fields(data: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UcxProtocolError("damaged handshake") from error
     if not isinstance(fields, dict):
         raise UcxProtocolError("damaged handshake")

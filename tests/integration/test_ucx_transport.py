@@ -31,6 +31,7 @@ from kv_transfer.transport.base import (
     Notified,
     PeerGone,
     PeerId,
+    TransportError,
     TransportEvent,
     UnknownPeerError,
     WriteCompleted,
@@ -554,6 +555,20 @@ def test_bad_arguments_raise(here: Here, writer: Here) -> None:
         UcxTransport(PREFILL, here.pool, host="::1")
     writer.transport.write(DECODE, [], bytes(MAX_NOTIFY_BYTES))
     assert len(here.wait_for(Notified).payload) == MAX_NOTIFY_BYTES
+
+
+def test_dead_thread_is_told_to_the_owner() -> None:
+    life = Here()
+
+    def fail() -> None:
+        raise RuntimeError("made up")
+
+    life.transport._engine.submit(fail)
+    assert select.select([life.transport.fileno()], [], [], TIMEOUT_S)[0]
+    with pytest.raises(TransportError, match="died"):
+        life.transport.poll()
+    life.transport.close()
+    life.pool.close()
 
 
 def num_descriptors_and_threads() -> tuple[int, int]:
