@@ -102,7 +102,7 @@ class Reader:
         while self._order and self._is_ready(self._order[0]):
             write = self._order.popleft()
             self._known.pop(write.write_id, None)
-            if write.payload is not None and not write.is_abandoned:
+            if write.payload is not None:  # else it was abandoned
                 self._deliver(write.payload)
             has_moved = True
         return has_moved

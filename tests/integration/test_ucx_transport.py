@@ -96,12 +96,10 @@ def hammer(transport: UcxTransport, pipe: Connection, peer: PeerId) -> None:
     copies += [Copy(block * BLOCK, block * BLOCK, BLOCK) for block in range(1, POOL // BLOCK, 2)]
     pending = 0
     while True:
-        try:
+        with suppress(UnknownPeerError):  # PeerGone has been polled, and ends this below
             while pending < 4:
                 transport.write(peer, copies, b"")
                 pending += 1
-        except UnknownPeerError:
-            pass  # PeerGone has been polled, and ends this below
         select.select([transport.fileno()], [], [], TIMEOUT_S)
         for event in transport.poll():
             pending -= isinstance(event, WriteCompleted | WriteFailed)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.checksum import Memory, checksum
+from kv_transfer.transport import ucx_pieces, ucx_reader, ucx_writer
 from kv_transfer.transport.base import Copy, TransportEvent, WriteCompleted, WriteFailed
 from kv_transfer.transport.ucx_link import Link, LinkLostError
 from kv_transfer.transport.ucx_pieces import (
@@ -179,23 +183,28 @@ class FakeTransfer:
 
 
 class Wire:
-    """Carries tagged messages of one direction: packets at once, data when `deliver` is called."""
+    """Carries one direction's tagged messages when it is told to: packets in order, data in any."""
 
     def __init__(self) -> None:
         self.is_alive = True
         self.far_link: Link | None = None
+        self.packets: deque[bytes] = deque()
         self.sent: dict[int, FakeTransfer] = {}
         self.posted: dict[int, FakeTransfer] = {}
 
     def send_tagged(self, memory: Any, tag: int) -> FakeTransfer:
         transfer = FakeTransfer(memory)
         if tag == PACKET_TAG:
-            assert self.far_link is not None
             transfer.has_ended = True
-            self.far_link.take(bytes(memory).ljust(PACKET_BYTES), 0)
+            self.packets.append(bytes(memory).ljust(PACKET_BYTES))
         else:
             assert self.sent.setdefault(tag, transfer) is transfer, "a tag was used twice"
         return transfer
+
+    def deliver_packet(self) -> None:
+        assert self.far_link is not None
+        if self.packets:
+            self.far_link.take(self.packets.popleft(), 0)
 
     def deliver(self, tag: int) -> None:
         sent, posted = self.sent.pop(tag), self.posted.pop(tag)  # a KeyError: sent before it was granted
@@ -231,19 +240,20 @@ class Pair:
 
     def __init__(self) -> None:
         self.wire = Wire()
-        to_writer = Wire()
+        self.wire_back = Wire()
         near: Any = self.wire
-        far: Any = FarEnd(to_writer, self.wire)
+        far: Any = FarEnd(self.wire_back, self.wire)
         self.near_link, self.far_link = Link(near, 0), Link(far, 0)
         self.near_link.peer_link_id, self.far_link.peer_link_id = self.far_link.link_id, self.near_link.link_id
-        self.wire.far_link, to_writer.far_link = self.far_link, self.near_link
+        self.wire.far_link, self.wire_back.far_link = self.far_link, self.near_link
         self.source = np.random.default_rng(1).integers(1, 256, POOL, dtype=np.uint8)
         self.target = np.zeros(POOL, dtype=np.uint8)
         self.events: list[TransportEvent] = []
         self.payloads: list[bytes] = []
+        self.on_payload: Callable[[bytes], None] = self.payloads.append
         tags: Any = Tags()
         self.writer = Writer(self.near_link, self.source, Staging(), self.events.append)
-        self.reader = Reader(self.far_link, self.target, Staging(), tags, self.payloads.append)
+        self.reader = Reader(self.far_link, self.target, Staging(), tags, lambda payload: self.on_payload(payload))
         self.handle = 0
 
     def post(self, copies: list[Copy], notify: bytes, *, checksum: bool = False) -> int:
@@ -267,11 +277,34 @@ class Pair:
         self.reader.check_invariants()
         return has_moved or bool(frames)
 
+    def carry(self) -> bool:
+        """Delivers all that is on its way."""
+        has_moved = bool(self.wire.sent or self.wire.packets or self.wire_back.packets)
+        for wire in (self.wire, self.wire_back):
+            while wire.packets:
+                wire.deliver_packet()
+        for tag in list(self.wire.sent):
+            self.wire.deliver(tag)
+        return has_moved
+
     def run(self) -> None:
         """Until nothing moves any more."""
-        while self.turn_writer() | self.turn_reader() | bool(self.wire.sent):
-            for tag in list(self.wire.sent):
-                self.wire.deliver(tag)
+        while self.carry() | self.turn_writer() | self.turn_reader():
+            pass
+
+
+@contextmanager
+def tight_limits() -> Iterator[None]:
+    """So that windows fill, messages are many, and sums take turns."""
+    with (
+        mock.patch.object(ucx_pieces, "PACKED_BELOW_BYTES", 3000),
+        mock.patch.object(ucx_pieces, "MAX_PACKED_BYTES", 6000),
+        mock.patch.object(ucx_pieces, "MAX_PIECE_BYTES", 8000),
+        mock.patch.object(ucx_reader, "MAX_POSTED_MESSAGES", 3),
+        mock.patch.object(ucx_writer, "MAX_SUMMED_BYTES", 1),
+        mock.patch.object(ucx_writer, "MAX_SENT_PER_TURN", 2),
+    ):
+        yield
 
 
 def _copies(rng: random.Random, slot: int) -> list[Copy]:
@@ -286,27 +319,55 @@ def _copies(rng: random.Random, slot: int) -> list[Copy]:
     return copies
 
 
+class Posted:
+    """A write of the test, with what its notification must say."""
+
+    def __init__(self, pair: Pair, rng: random.Random, slot: int) -> None:
+        self.copies = _copies(rng, slot) if rng.random() < 0.8 else []
+        notify = b"%d:" % slot
+        with_sums = bool(self.copies) and rng.random() < 0.5
+        self.payload = notify + (_sums(pair.source, self.copies) if with_sums else b"")
+        self.handle = pair.post(self.copies, notify, checksum=with_sums)
+
+    def is_in_place(self, pair: Pair) -> bool:
+        return all(
+            (_at(pair.target, c.target_bytes, c) == _at(pair.source, c.source_bytes, c)).all() for c in self.copies
+        )
+
+
+def _at(memory: Memory, offset: int, copy: Copy) -> Memory:
+    return memory[offset : offset + copy.size_bytes]
+
+
+def _sums(source: Memory, copies: list[Copy]) -> bytes:
+    return b"".join(checksum(_at(source, copy.source_bytes, copy)).to_bytes(8, "little") for copy in copies)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_order_of_steps_and_cancels_keeps_the_contract(seed: int) -> None:
-    rng = random.Random(seed)
+    with tight_limits():
+        check_history(random.Random(seed))
+
+
+def check_history(rng: random.Random) -> None:
     pair = Pair()
-    posted: dict[int, tuple[list[Copy], bytes]] = {}
-    steps: list[Callable[[], object]] = [pair.turn_writer, pair.turn_reader, pair.turn_writer, pair.turn_reader]
-    for _ in range(rng.randrange(20, 150)):
-        kind = rng.randrange(8)
-        if kind < 2 and len(posted) < 64:
-            copies = _copies(rng, len(posted)) if rng.random() < 0.8 else []
-            notify = b"%d:" % len(posted)
-            with_sums = bool(copies) and rng.random() < 0.5
-            payload = notify
-            if with_sums:
-                pieces = [pair.source[copy.source_bytes : copy.source_bytes + copy.size_bytes] for copy in copies]
-                payload += b"".join(checksum(piece).to_bytes(8, "little") for piece in pieces)
-            posted[pair.post(copies, notify, checksum=with_sums)] = (copies, payload)
-        elif kind == 2 and posted:
-            pair.writer.cancel(rng.choice(list(posted)), 0)
-        elif kind == 3 and pair.wire.sent:
+    posted: list[Posted] = []
+
+    def on_payload(payload: bytes) -> None:
+        write = posted[int(payload[: payload.index(b":")])]
+        assert payload == write.payload and write.is_in_place(pair), "told before all bytes were there"
+        pair.payloads.append(payload)
+
+    pair.on_payload = on_payload
+    steps = [pair.turn_writer, pair.turn_reader, pair.wire.deliver_packet, pair.wire_back.deliver_packet]
+    for _ in range(rng.randrange(50, 400)):
+        kind = rng.randrange(10)
+        if kind == 0 and len(posted) < 64:
+            posted.append(Posted(pair, rng, len(posted)))
+        elif kind == 1 and posted:
+            pair.writer.cancel(rng.choice(posted).handle, 0)
+        elif kind < 4 and pair.wire.sent:
             pair.wire.deliver(rng.choice(list(pair.wire.sent)))
         else:
             rng.choice(steps)()
@@ -314,16 +375,11 @@ def test_any_order_of_steps_and_cancels_keeps_the_contract(seed: int) -> None:
     ended = {event.handle: event for event in pair.events if isinstance(event, WriteCompleted | WriteFailed)}
     assert len(ended) == len(pair.events) == len(posted), "every write ends once"
     assert all(event.quiesced for event in ended.values() if isinstance(event, WriteFailed))
-    completed = [handle for handle in posted if isinstance(ended[handle], WriteCompleted)]
-    assert pair.payloads == [posted[handle][1] for handle in completed], "told in order, and of completed writes only"
-    for handle in completed:
-        for copy in posted[handle][0]:
-            source = pair.source[copy.source_bytes : copy.source_bytes + copy.size_bytes]
-            assert (pair.target[copy.target_bytes : copy.target_bytes + copy.size_bytes] == source).all()
+    completed = [write for write in posted if isinstance(ended[write.handle], WriteCompleted)]
+    assert pair.payloads == [write.payload for write in completed], "told in order, and of completed writes only"
     aimed_at = np.zeros(POOL, dtype=bool)
-    for copies, _ in posted.values():
-        for copy in copies:
-            aimed_at[copy.target_bytes : copy.target_bytes + copy.size_bytes] = True
+    for copy in itertools.chain.from_iterable(write.copies for write in posted):
+        aimed_at[copy.target_bytes : copy.target_bytes + copy.size_bytes] = True
     assert not pair.target[~aimed_at].any(), "a byte landed where no write was aimed"
     assert not pair.wire.posted and not pair.wire.sent, "a receive was left behind"
     assert pair.writer.has_settled() and pair.reader.has_settled()
@@ -333,7 +389,9 @@ def test_lost_connection_fails_every_write_honestly() -> None:
     pair = Pair()
     sent = pair.post([Copy(0, 0, POOL // 2)], b"")
     pair.turn_writer()
+    pair.carry()
     pair.turn_reader()
+    pair.wire_back.deliver_packet()
     pair.turn_writer()
     announced = pair.post([Copy(0, POOL // 2, 8)], b"")
     pair.turn_writer()
