@@ -20,7 +20,7 @@ from engine.model.select import read_model
 from engine.runner import Runner
 from kv_transfer.checksum import Memory, checksums
 from kv_transfer.protocol.layout import KVLayout, LayerGroup
-from kv_transfer.transport.base import Transport
+from kv_transfer.transport.auto import AutoTransport
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Engine:
         self.computed_by = computed_by
 
     @property
-    def transport(self) -> Transport:
+    def transport(self) -> AutoTransport:
         return self._pool.transport
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -80,7 +80,7 @@ class Engine:
 def load_engine(settings: WorkerSettings, profile: RoleProfile) -> Engine:
     """Makes the pool, loads the model onto it and warms it up. Takes seconds.
 
-    Raises: FileNotFoundError, ValueError, ModelWeightsError.
+    Raises: FileNotFoundError, ValueError, ModelWeightsError, TransportError.
     """
     config = read_model(settings.model_dir)
     layout = KVLayout(

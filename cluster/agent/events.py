@@ -56,7 +56,11 @@ class StepFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerConnected:
+    """`transport` is what connects us. `bandwidth_bytes_per_s` was measured, None where only the peer writes."""
+
     peer: PeerId
+    transport: str = ""
+    bandwidth_bytes_per_s: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

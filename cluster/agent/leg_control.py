@@ -13,6 +13,7 @@ from cluster.agent.leg_output import LegOutput
 from cluster.agent.legs import Leg, LegKind, LegTable, Phase, push_key_of
 from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.outbox import Outbox
+from cluster.agent.peer_links import PeerLinks
 from cluster.agent.pushes import Pushes, PushRefusedError
 from cluster.agent.stepper import Stepper
 from cluster.agent.translation import (
@@ -22,7 +23,6 @@ from cluster.agent.translation import (
     mismatch_of,
     peer_of,
     sequence_spec,
-    transport_of,
 )
 from cluster.core.ids import AttemptId, Outcome, WorkerId
 from cluster.core.limits import NS_PER_MS
@@ -66,6 +66,7 @@ class LegControl:
         pushes: Pushes,
         outbox: Outbox,
         legs: LegTable,
+        links: PeerLinks,
     ) -> None:
         self._config = config
         self._block_size = config.scheduler.block_size
@@ -77,6 +78,7 @@ class LegControl:
         self._outbox = outbox
         self._output = LegOutput(outbox)
         self._legs = legs
+        self._links = links
         self._unstarted: dict[SequenceKey, Leg] = {}
         self._lost_peers: Recent[PeerId | None, None] = Recent(config.push_limits.max_fenced_lives)
         self._messages: list[WorkerMessage] = []
@@ -118,7 +120,6 @@ class LegControl:
         leg.pinned_blocks = cached
         leg.num_cached_tokens = len(cached) * self._block_size
         self._pool.count_lookup(body.num_input_tokens, leg.num_cached_tokens)
-        leg.kv_transport = transport_of(command.source)
         self._messages.append(
             ReserveGranted(
                 attempt=command.attempt,
@@ -136,7 +137,6 @@ class LegControl:
         leg = self._add_leg(now_ns, command.attempt, LegKind.PREFILL, Phase.RUNNING, body)
         leg.peer = peer_of(command.destination.worker)
         leg.num_blocks_ready = command.num_cached_blocks
-        leg.kv_transport = transport_of(command.destination)
         grant = Grant(
             key=leg.push_key,
             lease_id=command.lease_id,
@@ -346,6 +346,7 @@ class LegControl:
     def _on_first_tokens(self, now_ns: int, leg: Leg, tokens: list[EmittedToken]) -> None:
         """Prefill is done. Its blocks stay in use by the push alone."""
         self._pool.release(self._stepper.scheduler.take_blocks(leg.lead_key))
+        leg.kv_transport = self._links.transport_of(leg.peer)
         self._output.hand_over(now_ns, leg)
         outcome = None if leg.running else leg.outcome
         self._messages.append(PrefillDone(attempt=leg.attempt, outcome=outcome, timeline=leg.timeline(now_ns)))
@@ -387,6 +388,7 @@ class LegControl:
             self.fail(now_ns, leg, Outcome.INTERNAL, str(error), retryable=False)
             return
         leg.joined_ns = now_ns
+        leg.kv_transport = self._links.transport_of(leg.peer)
         leg.kv_bytes = arrived.stats.size_bytes
         leg.kv_early_bytes = arrived.stats.early_bytes
         self._messages.append(Committed(attempt=leg.attempt, timeline=leg.timeline(now_ns)))

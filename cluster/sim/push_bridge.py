@@ -89,7 +89,7 @@ class PushBridge:
     def _translate(self, event: SimTransportEvent) -> events.Event | None:
         match event:
             case base.Connected():
-                return events.PeerConnected(peer=event.peer)
+                return events.PeerConnected(peer=event.peer, transport=self.transport.name)
             case base.ConnectFailed():
                 return events.PeerConnectFailed(peer=event.peer, reason=event.reason)
             case base.PeerGone():

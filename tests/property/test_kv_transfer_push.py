@@ -52,7 +52,7 @@ from kv_transfer.transport.base import (
     WriteCompleted,
     WriteFailed,
 )
-from kv_transfer.transport.loopback import LoopbackFaults, LoopbackHub, LoopbackTransport
+from kv_transfer.transport.loopback import LoopbackFaults, LoopbackHub, LoopbackTransport, endpoint_of
 
 NUM_HISTORIES = 400
 NUM_BLOCKS = 12
@@ -192,7 +192,7 @@ class Prefill:
 
     def perform(self, effect: PushEffect) -> None:
         if isinstance(effect, ConnectPeer):
-            self.transport.connect(effect.peer, b"")
+            self.transport.connect(effect.peer, endpoint_of(effect.peer))
         elif isinstance(effect, SendMessage):
             self.world.send(self.transport, effect)
         elif isinstance(effect, WriteBlocks):

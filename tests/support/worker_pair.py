@@ -54,6 +54,7 @@ SECOND_NS = 1_000_000_000
 MILLISECOND_NS = 1_000_000
 FRONT = FrontId("front", 1)
 TTL_MS = 10_000
+TOY_BANDWIDTH_BYTES_PER_S = 5_000_000_000
 
 
 def worker_config(
@@ -66,7 +67,7 @@ def worker_config(
     eos_token_ids: frozenset[int] = frozenset(),
 ) -> WorkerStateConfig:
     address = f"{worker}:0"
-    endpoint = RankEndpoint(rank=0, transport="toy", endpoint=address.encode())
+    endpoint = RankEndpoint(rank=0, transport="auto", endpoint=address.encode())
     scheduler = SchedulerConfig(
         block_size=BLOCK_SIZE,
         max_step_tokens=24,
@@ -182,8 +183,8 @@ class Host:
         if fails or other is None:
             self.handle(ev.PeerConnectFailed(peer=peer, reason="toy"))
             return
-        other.handle(ev.PeerConnected(peer=self.peer))
-        self.handle(ev.PeerConnected(peer=peer))
+        other.handle(ev.PeerConnected(peer=self.peer, transport="toy"))
+        self.handle(ev.PeerConnected(peer=peer, transport="toy", bandwidth_bytes_per_s=TOY_BANDWIDTH_BYTES_PER_S))
 
     def land_write(self, index: int = 0, *, is_corrupt: bool = False, loses_notification: bool = False) -> None:
         """The bytes land, then the notification is on its way, then the write is completed."""
