@@ -29,9 +29,9 @@ from kv_transfer.transport.ucx_wire import (
 )
 from kv_transfer.transport.ucx_writer import MAX_OPEN_WRITES
 
-MAX_POSTED_BYTES = 32 << 20
+MAX_POSTED_BYTES = 64 << 20
 """Granted and not landed, a connection: what may come in before commands and other peers are served again."""
-MAX_POSTED_MESSAGES = 256
+MAX_POSTED_MESSAGES = 512
 MAX_HELD_NOTIFICATIONS = 4096
 """Notifications that wait for the bytes of an earlier write; one more breaks the protocol."""
 

@@ -30,7 +30,7 @@ from kv_transfer.transport.ucx_wire import (
 
 MAX_OPEN_WRITES = 16
 """Announced and not ended, a connection; later ones wait at the writer."""
-MAX_SENT_PER_TURN = 16
+MAX_SENT_PER_TURN = 32
 """Messages of a write, after which UCX is progressed."""
 MAX_SUMMED_BYTES = 4 << 20
 """Summed in one turn, between which UCX is progressed."""
@@ -50,12 +50,15 @@ class PostedWrite:
     """See `group_pieces`; what is granted and sent is counted in them."""
     num_granted: int = 0
     num_sent: int = 0
+    num_sending: int = 0
+    """Of those sent, what UCX has not let go of."""
     first_tag: int = 0
     sums: list[int] = field(default_factory=list)
     is_told: bool = False
     """NOTIFY was said."""
-    is_done: bool = False
     is_cancelled: bool = False
+    is_done: bool = False
+    is_abandoned: bool = False
 
     @property
     def is_sent(self) -> bool:
@@ -76,9 +79,10 @@ class Writer:
         self._emit = emit
         self._waiting: deque[PostedWrite] = deque()
         self._open: dict[int, PostedWrite] = {}
-        self._sending: deque[tuple[Transfer, Memory | None]] = deque()
+        self._sending: deque[tuple[Transfer, PostedWrite, Memory | None]] = deque()
         """With the buffer of a packed message."""
         self._may_reap = False
+        """The peer has said something, or a write waits for its sends to end."""
 
     def post(self, write: PostedWrite) -> None:
         self._waiting.append(write)
@@ -112,15 +116,14 @@ class Writer:
                 raise UcxProtocolError("a write was called done before all of it was sent")
             write.is_done = True
         else:
-            if not write.is_cancelled:
+            if not write.is_cancelled or write.is_abandoned:
                 raise UcxProtocolError("a write was called abandoned that was not given up")
-            del self._open[write.handle]
-            self._emit(WriteFailed(handle=write.handle, quiesced=True, reason="cancelled"))
+            write.is_abandoned = True
 
     def advance(self, now_ns: int) -> bool:
         """Does what can be done now. True if there was something."""
         has_moved = False
-        if self._may_reap:  # when the peer has said something; a look in every turn would cost more than it frees
+        if self._may_reap:  # a look in every turn would cost more than it frees
             self._may_reap = False
             self._reap()
         while self._waiting and len(self._open) < MAX_OPEN_WRITES and not self._link.is_full:
@@ -130,16 +133,14 @@ class Writer:
             has_moved |= self._send_granted(write)
             has_moved |= self._sum_some(write)
             has_moved |= self._tell(write, now_ns)
-            if write.is_done and write.is_told:
-                del self._open[write.handle]
-                self._emit(WriteCompleted(handle=write.handle))
-                has_moved = True
+            has_moved |= self._end(write)
         return has_moved
 
     def fail(self, reason: str) -> None:
         """The connection is lost: every write ends."""
         for write in [*self._open.values(), *self._waiting]:
-            self._emit(WriteFailed(handle=write.handle, quiesced=write.num_sent == 0, reason=reason))
+            is_quiesced = write.num_sent == 0 or write.is_done or write.is_abandoned
+            self._emit(WriteFailed(handle=write.handle, quiesced=is_quiesced, reason=reason))
         self._open.clear()
         self._waiting.clear()
 
@@ -155,6 +156,7 @@ class Writer:
             assert handle == write.handle and write.copies and write.messages
             assert write.num_sent <= write.num_granted <= len(write.messages)
             assert not write.is_told or (write.is_sent and write.is_summed)
+            assert write.num_sending == sum(sending is write for _, sending, _ in self._sending)
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
@@ -176,8 +178,9 @@ class Writer:
             while write.num_sent < min(write.num_granted, first + MAX_SENT_PER_TURN):
                 memory, buffer = (EMPTY, None) if write.is_cancelled else self._message(write)
                 transfer = self._link.endpoint.send_tagged(memory, write.first_tag + write.num_sent)
-                self._sending.append((transfer, buffer))
+                self._sending.append((transfer, write, buffer))
                 write.num_sent += 1
+                write.num_sending += 1
         except UcxEndpointError as error:
             raise LinkLostError(str(error)) from error
         return write.num_sent > first
@@ -213,9 +216,24 @@ class Writer:
         write.is_told = True
         return True
 
+    def _end(self, write: PostedWrite) -> bool:
+        """Reports a write on which the receiver has had its last word, once UCX has let go of its source as well."""
+        if not write.is_abandoned and not (write.is_done and write.is_told):
+            return False
+        if write.num_sending:
+            self._may_reap = True
+            return False
+        del self._open[write.handle]
+        if write.is_abandoned:
+            self._emit(WriteFailed(handle=write.handle, quiesced=True, reason="cancelled"))
+        else:
+            self._emit(WriteCompleted(handle=write.handle))
+        return True
+
     def _reap(self) -> None:
         while self._sending and self._sending[0][0].has_ended:
-            transfer, buffer = self._sending.popleft()
+            transfer, write, buffer = self._sending.popleft()
+            write.num_sending -= 1
             if buffer is not None:
                 self._staging.give_back(buffer)
             if transfer.has_failed:
