@@ -1,0 +1,76 @@
+"""The wires that are measured: two processes each, the sender on one core and the receiver on another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+from benchmarks.kv_wires.bare_nixl import BareNixlEnd
+from benchmarks.kv_wires.bare_ucx import BareUcxEnd
+from benchmarks.kv_wires.plans import Load, Timing
+from benchmarks.kv_wires.remote import IsCalled, Remote, RemoteFailedError
+from benchmarks.kv_wires.transport_end import RECEIVER, SENDER, TransportEnd
+
+MEMCPY, SHM, NIXL, UCX = "memcpy", "shm", "nixl", "ucx"
+BARE_NIXL, BARE_NIXL_CMA, BARE_UCX = "nixl library", "nixl library with CMA", "ucxx library"
+BARE = {NIXL: BARE_NIXL, UCX: BARE_UCX}
+
+Make = Callable[[IsCalled], object]
+ENDS: dict[str, tuple[Make, Make]] = {
+    SHM: (partial(TransportEnd, SHM, SENDER), partial(TransportEnd, SHM, RECEIVER)),
+    BARE_NIXL: (partial(BareNixlEnd, "sender", False), partial(BareNixlEnd, "receiver", False)),
+    BARE_NIXL_CMA: (partial(BareNixlEnd, "sender", True), partial(BareNixlEnd, "receiver", True)),
+    NIXL: (partial(TransportEnd, NIXL, SENDER), partial(TransportEnd, NIXL, RECEIVER)),
+    BARE_UCX: (BareUcxEnd, BareUcxEnd),
+    UCX: (partial(TransportEnd, UCX, SENDER), partial(TransportEnd, UCX, RECEIVER)),
+}
+
+
+class Wire:
+    """Connected ends. Between moves neither uses its core."""
+
+    def __init__(self, name: str, cores: Sequence[int], stack: ExitStack) -> None:
+        """Raises: RemoteFailedError where it cannot be had."""
+        make_sender, make_receiver = ENDS[name]
+        self.name = name
+        self._receiver = stack.enter_context(Remote(make_receiver, cores[-1:], f"{name} receiver"))
+        self._sender = stack.enter_context(Remote(make_sender, cores[:1], f"{name} sender"))
+        endpoint = self._receiver.call("endpoint")
+        # nixl's agents know each other both ways.
+        answer = self._sender.call("endpoint") if make_sender is not BareUcxEnd else None
+        if name in (BARE_NIXL, BARE_NIXL_CMA):
+            self._receiver.call("connect", answer)
+        self._receiver.begin("serve")
+        self._sender.call("connect", endpoint)
+        if name == SHM:
+            self._sender.call("map_peer", endpoint)
+        self._receiver.interrupt()
+
+    def move(self, load: Load, seed: int, *, checksum: bool = False) -> Timing:
+        """Raises: RemoteFailedError."""
+        self._sender.call("prepare", load, seed)
+        num_writes = self._receiver.call("prepare", load, seed)
+        self._receiver.begin("receive", num_writes)
+        timing: Timing = self._sender.call("send", load, seed, checksum)
+        self._receiver.interrupt()
+        return timing
+
+    def memcpy(self, load: Load) -> Timing:
+        """Of shm alone: one call over as many bytes, between the same memory."""
+        timing: Timing = self._sender.call("memcpy", load)
+        return timing
+
+
+def open_wires(cores: Sequence[int], stack: ExitStack, missing: dict[str, str]) -> dict[str, Wire]:
+    """Those that can be had, by name; of the others, why not."""
+    wires = {}
+    for name in ENDS:
+        with ExitStack() as own:
+            try:
+                wires[name] = Wire(name, cores, own)
+            except RemoteFailedError as error:
+                missing[name] = str(error)
+            else:
+                stack.enter_context(own.pop_all())
+    return wires
