@@ -118,13 +118,15 @@ def sweep_loads() -> list[Load]:
 
 def main() -> None:
     args = arguments(__doc__ or "").parse_args()
-    assert load_native() is not None, "the native copy kernel is not built: run python -m kv_transfer.build"
+    native = load_native()
+    assert native is not None, "the native copy kernel is not built: run python -m kv_transfer.build"
     effort = QUICK_EFFORT if args.quick else FULL_EFFORT
     cores = sorted(os.sched_getaffinity(0))[:2]
     missing: dict[str, str] = {}
     details = {
         "effort": asdict(effort),
         "cores": cores,
+        "copy_walk": native.walk.name.lower(),
         "load_at_start": os.getloadavg()[0],
         "blocks_per_write": LIMITS.max_blocks_per_write,
         "writes_in_flight": LIMITS.max_inflight_writes,
