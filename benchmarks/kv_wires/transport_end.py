@@ -25,8 +25,7 @@ from kv_transfer.transport.base import (
     WriteCompleted,
     WriteFailed,
 )
-from kv_transfer.transport.shm_copier import Region
-from kv_transfer.transport.shm_dial import dial
+from kv_transfer.transport.shm_dial import Dialled, dial
 from kv_transfer.transport.shm_pool import create_pool
 
 SENDER, RECEIVER, PROBE = PeerId("prefill", 1), PeerId("decode", 1), PeerId("memcpy", 1)
@@ -53,7 +52,7 @@ class TransportEnd:
         self._memory[:] = words.view(np.uint8)
         self._transport: Transport = backend(me, self._pool)
         self._peer = RECEIVER if me == SENDER else SENDER
-        self._region: Region | None = None
+        self._probe: Dialled | None = None
 
     def endpoint(self) -> bytes:
         return self._transport.endpoint()
@@ -99,8 +98,9 @@ class TransportEnd:
         return timing
 
     def close(self) -> None:
-        if self._region is not None:
-            self._region.revoke()
+        if self._probe is not None:
+            self._probe.region.revoke()
+            self._probe.connection.close()
         self._transport.close()
         self._memory = None
         self._pool.close()
@@ -110,12 +110,12 @@ class TransportEnd:
     def map_peer(self, endpoint: bytes) -> None:
         """Maps the receiver's pool once more, as shm does it, for memcpy."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._region = dial(connection, PROBE, "memcpy", RECEIVER, endpoint).region
+        self._probe = dial(connection, PROBE, "memcpy", RECEIVER, endpoint)
 
     def memcpy(self, load: Load) -> Timing:
         """As many bytes in one call of the C library."""
-        assert self._region is not None and self._region.memory is not None and self._memory is not None
-        target, source = self._region.memory.ctypes.data, self._memory.ctypes.data
+        assert self._probe is not None and self._probe.region.memory is not None and self._memory is not None
+        target, source = self._probe.region.memory.ctypes.data, self._memory.ctypes.data
         copy = ctypes.CDLL(None).memcpy
         copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         watch = Stopwatch()
