@@ -24,10 +24,10 @@ from tests.support.push_process import SHM, CommittedHere, FailedHere, PushWorke
 from tests.support.soak import NUM_KILLED_PUSHES
 
 WIRES = [SHM]
-VICTIM_BLOCKS = 32
+VICTIM_BLOCKS = 48
 OTHER_BLOCKS = 6
 MAX_DELAY_S = 0.150
-"""From the first write to the signal: less than half of what a throttled push takes."""
+"""From the first write to the signal: less than a third of what a throttled push takes."""
 WAKE_UP_S = 0.05
 """What a stopped process is given to do harm when it wakes up: a real late write needs real time."""
 MIN_LANDED_SHARE = 0.9
@@ -57,6 +57,7 @@ class Fleet:
     def push(self, sender: str, receiver: str, num_blocks: int) -> Push:
         number = next(self._numbers)
         push = Push(PushKey(f"r{number}", 1), number, self[sender], self[receiver])
+        assert push.sender.endpoint, "a lease runs from its grant, so its sender must have started"
         grant = push.receiver.call("reserve", push.key, number, push.sender.me, num_blocks)
         push.block_ids = tuple(block.block_id for block in grant.blocks)
         push.sender.call("push", grant, push.receiver.endpoint, push.seed)
@@ -81,7 +82,8 @@ class Push:
         self.block_ids: tuple[int, ...] = ()
 
     def wait_until_written_to(self) -> None:
-        self.sender.wait_for(Wrote, key=self.key)
+        said = self.sender.wait_for(Wrote, FailedHere, key=self.key)
+        assert isinstance(said, Wrote), said
 
     def is_committed(self) -> bool:
         """How it ends at the receiver."""

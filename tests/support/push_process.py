@@ -32,8 +32,8 @@ LAYOUT = KVLayout(groups=(LayerGroup(num_layers=4, num_kv_heads=4, head_dim=64),
 BLOCK_BYTES = LAYOUT.block_size_bytes
 NUM_BLOCKS = 96
 LIMITS = PushLimits(
-    lease_ttl_ns=600 * MILLISECOND_NS,
-    stop_timeout_ns=200 * MILLISECOND_NS,
+    lease_ttl_ns=1000 * MILLISECOND_NS,
+    stop_timeout_ns=300 * MILLISECOND_NS,
     stop_resend_interval_ns=50 * MILLISECOND_NS,
     end_resend_interval_ns=100 * MILLISECOND_NS,
     max_blocks_per_write=4,
