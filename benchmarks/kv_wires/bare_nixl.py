@@ -1,7 +1,4 @@
-"""The nixl library by itself moving the same descriptors, as a program would use it that polls for nothing else.
-
-Its agents leave out CMA, as Baton's must (there would be no fence), unless told otherwise.
-"""
+"""The nixl library by itself moving the same descriptors, as a program would use it that polls for nothing else."""
 
 from __future__ import annotations
 
@@ -16,13 +13,16 @@ from kv_transfer.protocol.plan import Copy
 from kv_transfer.transport.shm_pool import create_pool
 
 DONE = b"done"
+FENCEABLE = "TLS=^sm,TCP_TX_SEG_SIZE=64k,TCP_RX_SEG_SIZE=64k,NET_DEVICES=lo"
+"""What Baton's agents are told: TCP here, RDMA between hosts. What the library would choose on one host copies by way
+of the kernel (CMA), and no act of the memory's owner can stop such a copy."""
 
 
 class BareNixlEnd:
     """An agent over a pool like a worker's."""
 
-    def __init__(self, name: str, has_cma: bool, is_called: IsCalled) -> None:
-        """Raises ImportError where the library is missing."""
+    def __init__(self, name: str, engine_config: str, is_called: IsCalled) -> None:
+        """Without an `engine_config` the library chooses. Raises ImportError where it is missing."""
         from nixl_cu12._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
         self._is_called = is_called
@@ -32,7 +32,7 @@ class BareNixlEnd:
             enable_prog_thread=False, backends=[], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
         self._agent: Any = nixl_agent(name, config)
-        self._agent.create_backend("UCX", {} if has_cma else {"engine_config": "TLS=^cma"})
+        self._agent.create_backend("UCX", {"engine_config": engine_config} if engine_config else {})
         self._agent.register_memory([(self._address, POOL_BYTES, 0, "")], "DRAM")
         self._peer = ""
         self._peer_address = 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from benchmarks.kv_wires.bare_nixl import BareNixlEnd
+from benchmarks.kv_wires.bare_nixl import FENCEABLE, BareNixlEnd
 from benchmarks.kv_wires.bare_ucx import BareUcxEnd
 from benchmarks.kv_wires.plans import Load, Timing
 from benchmarks.kv_wires.remote import IsCalled, Remote, RemoteFailedError
@@ -19,8 +19,8 @@ BARE = {NIXL: BARE_NIXL, UCX: BARE_UCX}
 Make = Callable[[IsCalled], object]
 ENDS: dict[str, tuple[Make, Make]] = {
     SHM: (partial(TransportEnd, SHM, SENDER), partial(TransportEnd, SHM, RECEIVER)),
-    BARE_NIXL: (partial(BareNixlEnd, "sender", False), partial(BareNixlEnd, "receiver", False)),
-    BARE_NIXL_CMA: (partial(BareNixlEnd, "sender", True), partial(BareNixlEnd, "receiver", True)),
+    BARE_NIXL: (partial(BareNixlEnd, "sender", FENCEABLE), partial(BareNixlEnd, "receiver", FENCEABLE)),
+    BARE_NIXL_CMA: (partial(BareNixlEnd, "sender", ""), partial(BareNixlEnd, "receiver", "")),
     NIXL: (partial(TransportEnd, NIXL, SENDER), partial(TransportEnd, NIXL, RECEIVER)),
     BARE_UCX: (BareUcxEnd, BareUcxEnd),
     UCX: (partial(TransportEnd, UCX, SENDER), partial(TransportEnd, UCX, RECEIVER)),
