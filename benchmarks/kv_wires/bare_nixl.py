@@ -6,12 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.kv_wires.plans import LIMITS, POOL_BYTES, Load, Stopwatch, Timing, scattered_writes
+from benchmarks.kv_wires.plans import (
+    LIMITS,
+    POOL_BYTES,
+    Load,
+    Stopwatch,
+    Timing,
+    make_pool,
+    piece_sums,
+    scattered_writes,
+)
 from benchmarks.kv_wires.remote import IsCalled
-from kv_transfer.checksum import as_memory
+from kv_transfer.checksum import Memory
 from kv_transfer.protocol.plan import Copy
-from kv_transfer.transport.shm_pool import create_pool
 
+SENDER_NAME, RECEIVER_NAME = "sender", "receiver"
 DONE = b"done"
 FENCEABLE = "TLS=^sm,TCP_TX_SEG_SIZE=64k,TCP_RX_SEG_SIZE=64k,NET_DEVICES=lo"
 """What Baton's agents are told: TCP here, RDMA between hosts. What the library would choose on one host copies by way
@@ -26,8 +35,9 @@ class BareNixlEnd:
         from nixl_cu12._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
         self._is_called = is_called
-        self._pool = create_pool(POOL_BYTES)
-        self._address = as_memory(self._pool.mapping).ctypes.data
+        self._pool, memory = make_pool(1 if name == SENDER_NAME else 2)
+        self._memory: Memory | None = memory
+        self._address = memory.ctypes.data
         config = nixl_agent_config(
             enable_prog_thread=False, backends=[], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
@@ -75,8 +85,14 @@ class BareNixlEnd:
             is_done = bool(self._agent.get_new_notifs())
         return watch.stop()
 
+    def sums(self, load: Load, seed: int, at_target: bool) -> list[int]:
+        """Of the pieces as they lie here."""
+        assert self._memory is not None
+        return piece_sums(self._memory, load, seed, at_target=at_target)
+
     def close(self) -> None:
         del self._agent
+        self._memory = None
         self._pool.close()
 
     def _post(self, copies: list[Copy]) -> Any:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.kv_wires.plans import LIMITS, POOL_BYTES, Load, Stopwatch, Timing, scattered_writes
+from benchmarks.kv_wires.plans import LIMITS, Load, Stopwatch, Timing, make_pool, piece_sums, scattered_writes
 from benchmarks.kv_wires.remote import IsCalled
-from kv_transfer.checksum import Memory, as_memory
+from kv_transfer.checksum import Memory
 from kv_transfer.protocol.plan import Copy
-from kv_transfer.transport.shm_pool import create_pool
 
 HOST = "127.0.0.1"
 DONE_TAG = 1 << 40
@@ -20,7 +19,7 @@ DONE_TAG = 1 << 40
 class BareUcxEnd:
     """A worker over a pool like Baton's. The receiver listens, the sender connects."""
 
-    def __init__(self, is_called: IsCalled) -> None:
+    def __init__(self, is_sender: bool, is_called: IsCalled) -> None:
         """Raises ImportError where the library is missing."""
         import numpy as np
         import ucxx._lib.libucxx as ucx
@@ -28,8 +27,8 @@ class BareUcxEnd:
 
         self._ucx, self._array = ucx, Array
         self._is_called = is_called
-        self._pool = create_pool(POOL_BYTES)
-        self._memory: Memory | None = as_memory(self._pool.mapping)
+        self._pool, memory = make_pool(1 if is_sender else 2)
+        self._memory: Memory | None = memory
         self._word = np.zeros(8, dtype=np.uint8)
         context = ucx.UCXContext(feature_flags=(ucx.Feature.TAG, ucx.Feature.WAKEUP))
         self._worker: Any = ucx.UCXWorker(context)
@@ -94,6 +93,11 @@ class BareUcxEnd:
             self._worker.progress()
             in_flight = [request for request in in_flight if not request.completed]
         return watch.stop()
+
+    def sums(self, load: Load, seed: int, at_target: bool) -> list[int]:
+        """Of the pieces as they lie here."""
+        assert self._memory is not None
+        return piece_sums(self._memory, load, seed, at_target=at_target)
 
     def close(self) -> None:
         self._receives = []

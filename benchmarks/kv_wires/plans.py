@@ -7,9 +7,13 @@ import random
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
+from kv_transfer.checksum import Memory, as_memory, checksums
 from kv_transfer.protocol.layout import KVLayout, LayerGroup
 from kv_transfer.protocol.limits import PushLimits
 from kv_transfer.protocol.plan import Copy
+from kv_transfer.transport.shm_pool import PoolMemory, create_pool
 
 POOL_BYTES = 256 << 20
 LIMITS = PushLimits()
@@ -50,6 +54,21 @@ def scattered_writes(load: Load, seed: int) -> list[list[Copy]]:
     copies = [Copy(origin * size, target * size, size) for origin, target in zip(origins, targets, strict=True)]
     step = LIMITS.max_blocks_per_write
     return [copies[start : start + step] for start in range(0, len(copies), step)]
+
+
+def piece_sums(memory: Memory, load: Load, seed: int, *, at_target: bool) -> list[int]:
+    """A checksum a piece, in the order of the writes, where the pieces come from or where they go to."""
+    copies = [copy for write in scattered_writes(load, seed) for copy in write]
+    return checksums(memory, [(c.target_bytes if at_target else c.source_bytes, c.size_bytes) for c in copies])
+
+
+def make_pool(content_seed: int) -> tuple[PoolMemory, Memory]:
+    """A pool of random bytes, and a view of it that must be dropped before the pool is closed."""
+    pool = create_pool(POOL_BYTES)
+    memory = as_memory(pool.mapping)
+    words = np.random.default_rng(content_seed).integers(0, 2**64, POOL_BYTES // 8, dtype=np.uint64)
+    memory[:] = words.view(np.uint8)
+    return pool, memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

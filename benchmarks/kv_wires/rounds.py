@@ -42,7 +42,7 @@ class Samples:
 def run_rounds(
     wires: Mapping[str, Wire], load: Load, num_rounds: int, missing: dict[str, str], *, has_full: bool
 ) -> Samples:
-    """`num_rounds` after one that warms up. A side that fails is left out, its reason told in `missing`."""
+    """`num_rounds` after one that warms up, and after which the bytes are compared. A side that fails is left out, its reason told in `missing`."""
     sides = _sides(wires, load, has_full=has_full)
     samples = Samples(load, {name: [] for name in sides})
     for number in range(num_rounds + 1):
@@ -71,4 +71,10 @@ def _sides(wires: Mapping[str, Wire], load: Load, *, has_full: bool) -> dict[str
 
 
 def _mover(wire: Wire, load: Load, *, checksum: bool) -> Side:
-    return lambda number: wire.move(load, number, checksum=checksum)
+    def move(number: int) -> Timing:
+        timing = wire.move(load, number, checksum=checksum)
+        if number == 0:
+            wire.check(load, number)
+        return timing
+
+    return move

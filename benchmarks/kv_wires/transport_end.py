@@ -9,11 +9,9 @@ import socket
 import time
 from collections.abc import Callable
 
-import numpy as np
-
-from benchmarks.kv_wires.plans import LIMITS, POOL_BYTES, Load, Stopwatch, Timing, scattered_writes
+from benchmarks.kv_wires.plans import LIMITS, Load, Stopwatch, Timing, make_pool, piece_sums, scattered_writes
 from benchmarks.kv_wires.remote import IsCalled
-from kv_transfer.checksum import Memory, as_memory
+from kv_transfer.checksum import Memory
 from kv_transfer.protocol.messages import PeerId
 from kv_transfer.transport.base import (
     Connected,
@@ -26,7 +24,6 @@ from kv_transfer.transport.base import (
     WriteFailed,
 )
 from kv_transfer.transport.shm_dial import Dialled, dial
-from kv_transfer.transport.shm_pool import create_pool
 
 SENDER, RECEIVER, PROBE = PeerId("prefill", 1), PeerId("decode", 1), PeerId("memcpy", 1)
 BACKENDS = {"shm": "ShmTransport", "nixl": "NixlTransport", "ucx": "UcxTransport"}
@@ -46,10 +43,8 @@ class TransportEnd:
         """Raises ImportError where the backend, or its library, is missing."""
         backend = getattr(importlib.import_module(f"kv_transfer.transport.{name}"), BACKENDS[name])
         self._is_called = is_called
-        self._pool = create_pool(POOL_BYTES)
-        self._memory: Memory | None = as_memory(self._pool.mapping)
-        words = np.random.default_rng(me.incarnation).integers(0, 2**64, POOL_BYTES // 8, dtype=np.uint64)
-        self._memory[:] = words.view(np.uint8)
+        self._pool, memory = make_pool(1 if me == SENDER else 2)
+        self._memory: Memory | None = memory
         self._transport: Transport = backend(me, self._pool)
         self._peer = RECEIVER if me == SENDER else SENDER
         self._probe: Dialled | None = None
@@ -96,6 +91,11 @@ class TransportEnd:
         while num_completed < len(writes):
             num_completed += sum(isinstance(event, WriteCompleted) for event in self._next_events())
         return timing
+
+    def sums(self, load: Load, seed: int, at_target: bool) -> list[int]:
+        """Of the pieces as they lie here."""
+        assert self._memory is not None
+        return piece_sums(self._memory, load, seed, at_target=at_target)
 
     def close(self) -> None:
         if self._probe is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from benchmarks.kv_wires.bare_nixl import FENCEABLE, BareNixlEnd
+from benchmarks.kv_wires.bare_nixl import FENCEABLE, RECEIVER_NAME, SENDER_NAME, BareNixlEnd
 from benchmarks.kv_wires.bare_ucx import BareUcxEnd
 from benchmarks.kv_wires.plans import Load, Timing
 from benchmarks.kv_wires.remote import IsCalled, Remote, RemoteFailedError
@@ -19,10 +19,10 @@ BARE = {NIXL: BARE_NIXL, UCX: BARE_UCX}
 Make = Callable[[IsCalled], object]
 ENDS: dict[str, tuple[Make, Make]] = {
     SHM: (partial(TransportEnd, SHM, SENDER), partial(TransportEnd, SHM, RECEIVER)),
-    BARE_NIXL: (partial(BareNixlEnd, "sender", FENCEABLE), partial(BareNixlEnd, "receiver", FENCEABLE)),
-    BARE_NIXL_CMA: (partial(BareNixlEnd, "sender", ""), partial(BareNixlEnd, "receiver", "")),
+    BARE_NIXL: (partial(BareNixlEnd, SENDER_NAME, FENCEABLE), partial(BareNixlEnd, RECEIVER_NAME, FENCEABLE)),
+    BARE_NIXL_CMA: (partial(BareNixlEnd, SENDER_NAME, ""), partial(BareNixlEnd, RECEIVER_NAME, "")),
     NIXL: (partial(TransportEnd, NIXL, SENDER), partial(TransportEnd, NIXL, RECEIVER)),
-    BARE_UCX: (BareUcxEnd, BareUcxEnd),
+    BARE_UCX: (partial(BareUcxEnd, True), partial(BareUcxEnd, False)),
     UCX: (partial(TransportEnd, UCX, SENDER), partial(TransportEnd, UCX, RECEIVER)),
 }
 
@@ -37,10 +37,8 @@ class Wire:
         self._receiver = stack.enter_context(Remote(make_receiver, cores[-1:], f"{name} receiver"))
         self._sender = stack.enter_context(Remote(make_sender, cores[:1], f"{name} sender"))
         endpoint = self._receiver.call("endpoint")
-        # nixl's agents know each other both ways.
-        answer = self._sender.call("endpoint") if make_sender is not BareUcxEnd else None
-        if name in (BARE_NIXL, BARE_NIXL_CMA):
-            self._receiver.call("connect", answer)
+        if name in (BARE_NIXL, BARE_NIXL_CMA):  # its agents must know each other both ways
+            self._receiver.call("connect", self._sender.call("endpoint"))
         self._receiver.begin("serve")
         self._sender.call("connect", endpoint)
         if name == SHM:
@@ -55,6 +53,12 @@ class Wire:
         timing: Timing = self._sender.call("send", load, seed, checksum)
         self._receiver.interrupt()
         return timing
+
+    def check(self, load: Load, seed: int) -> None:
+        """That what was moved last has arrived as it was. Raises: RemoteFailedError."""
+        sent, arrived = self._sender.call("sums", load, seed, False), self._receiver.call("sums", load, seed, True)
+        if sent != arrived:
+            raise RemoteFailedError(f"{self.name}: pieces did not arrive as they were sent")
 
     def memcpy(self, load: Load) -> Timing:
         """Of shm alone: one call over as many bytes, between the same memory."""
