@@ -5,6 +5,7 @@ Endpoints have error handling, as Baton's must (a dead peer would not be noticed
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from benchmarks.kv_wires.plans import LIMITS, Load, Stopwatch, Timing, make_pool, piece_sums, scattered_writes
@@ -80,7 +81,7 @@ class BareUcxEnd:
         assert self._memory is not None
         copies = [copy for write in scattered_writes(load, seed) for copy in write]
         max_in_flight = LIMITS.max_inflight_writes * LIMITS.max_blocks_per_write
-        in_flight: list[Any] = []
+        in_flight: deque[Any] = deque()
         num_posted = 0
         watch = Stopwatch()
         done = self._endpoint.tag_recv(self._array(self._word), tag=self._ucx.UCXXTag(DONE_TAG))
@@ -91,7 +92,8 @@ class BareUcxEnd:
                 in_flight.append(self._endpoint.tag_send(self._array(piece), tag=self._ucx.UCXXTag(num_posted)))
                 num_posted += 1
             self._worker.progress()
-            in_flight = [request for request in in_flight if not request.completed]
+            while in_flight and in_flight[0].completed:
+                in_flight.popleft()
         return watch.stop()
 
     def sums(self, load: Load, seed: int, at_target: bool) -> list[int]:
@@ -109,7 +111,7 @@ class BareUcxEnd:
         self._endpoint = self._listener.create_endpoint_from_conn_request(request, endpoint_error_handling=True)
 
     def _wait(self, requests: list[Any]) -> None:
-        while not all(request.completed for request in requests):
-            self._worker.progress()
         for request in requests:
+            while not request.completed:
+                self._worker.progress()
             request.check_error()

@@ -42,7 +42,10 @@ class Samples:
 def run_rounds(
     wires: Mapping[str, Wire], load: Load, num_rounds: int, missing: dict[str, str], *, has_full: bool
 ) -> Samples:
-    """`num_rounds` after one that warms up, and after which the bytes are compared. A side that fails is left out, its reason told in `missing`."""
+    """`num_rounds` after one that warms up, in which the bytes are compared as well.
+
+    A side that fails is left out, its reason told in `missing`.
+    """
     sides = _sides(wires, load, has_full=has_full)
     samples = Samples(load, {name: [] for name in sides})
     for number in range(num_rounds + 1):
