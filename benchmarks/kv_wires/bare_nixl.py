@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ class BareNixlEnd:
         from nixl_cu12._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
         self._is_called = is_called
+        self._pause_s = 0.0
         self._pool, memory = make_pool(1 if name == SENDER_NAME else 2)
         self._memory: Memory | None = memory
         self._address = memory.ctypes.data
@@ -56,10 +58,14 @@ class BareNixlEnd:
         self._peer = name.decode() if isinstance(name, bytes) else name
         self._agent.make_connection(self._peer)
 
+    def set_pause(self, seconds: float) -> None:
+        """How long it sleeps when a look has found nothing; 0 keeps it looking."""
+        self._pause_s = seconds
+
     def serve(self) -> None:
         """Takes part until the next call comes."""
         while not self._is_called():
-            self._agent.get_new_notifs()
+            self._look()
 
     def prepare(self, load: Load, seed: int) -> int:
         """Plans the move, so that planning is not timed. Returns the number of writes."""
@@ -68,7 +74,7 @@ class BareNixlEnd:
     def receive(self, num_writes: int) -> None:
         num_arrived = 0
         while num_arrived < num_writes:
-            num_arrived += sum(len(notes) for notes in self._agent.get_new_notifs().values())
+            num_arrived += self._look()
         self._agent.send_notif(self._peer, DONE)
         self.serve()
 
@@ -82,7 +88,7 @@ class BareNixlEnd:
                 in_flight.append(self._post(writes[num_posted]))
                 num_posted += 1
             in_flight = [handle for handle in in_flight if not self._has_ended(handle)]
-            is_done = bool(self._agent.get_new_notifs())
+            is_done = self._look() > 0
         return watch.stop()
 
     def sums(self, load: Load, seed: int, at_target: bool) -> list[int]:
@@ -94,6 +100,13 @@ class BareNixlEnd:
         del self._agent
         self._memory = None
         self._pool.close()
+
+    def _look(self) -> int:
+        """How many notifications have arrived."""
+        num_arrived = sum(len(notes) for notes in self._agent.get_new_notifs().values())
+        if not num_arrived and self._pause_s:
+            time.sleep(self._pause_s)
+        return num_arrived
 
     def _post(self, copies: list[Copy]) -> Any:
         table = np.array([(copy.source_bytes, copy.target_bytes, copy.size_bytes) for copy in copies], dtype=np.uint64)

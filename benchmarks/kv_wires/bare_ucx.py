@@ -5,6 +5,7 @@ Endpoints have error handling, as Baton's must (a dead peer would not be noticed
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Any
 
@@ -28,6 +29,7 @@ class BareUcxEnd:
 
         self._ucx, self._array = ucx, Array
         self._is_called = is_called
+        self._pause_s = 0.0
         self._pool, memory = make_pool(1 if is_sender else 2)
         self._memory: Memory | None = memory
         self._word = np.zeros(8, dtype=np.uint8)
@@ -47,11 +49,15 @@ class BareUcxEnd:
         # What has not spoken is not connected yet.
         self._wait([self._endpoint.tag_send(self._array(self._word), tag=self._ucx.UCXXTag(DONE_TAG))])
 
+    def set_pause(self, seconds: float) -> None:
+        """How long it sleeps between two looks at what moves; 0 keeps it looking."""
+        self._pause_s = seconds
+
     def serve(self) -> None:
         """Takes part until the next call comes; the first time, hears the sender's first word."""
         request = None
         while not self._is_called():
-            self._worker.progress()
+            self._look()
             if request is None and self._endpoint is not None and not self._receives:
                 request = self._endpoint.tag_recv(self._array(self._word), tag=self._ucx.UCXXTag(DONE_TAG))
         if request is not None:
@@ -91,7 +97,7 @@ class BareUcxEnd:
                 piece = self._memory[copy.source_bytes : copy.source_bytes + copy.size_bytes]
                 in_flight.append(self._endpoint.tag_send(self._array(piece), tag=self._ucx.UCXXTag(num_posted)))
                 num_posted += 1
-            self._worker.progress()
+            self._look()
             while in_flight and in_flight[0].completed:
                 in_flight.popleft()
         return watch.stop()
@@ -110,8 +116,13 @@ class BareUcxEnd:
     def _on_request(self, request: Any) -> None:
         self._endpoint = self._listener.create_endpoint_from_conn_request(request, endpoint_error_handling=True)
 
+    def _look(self) -> None:
+        self._worker.progress()
+        if self._pause_s:
+            time.sleep(self._pause_s)
+
     def _wait(self, requests: list[Any]) -> None:
         for request in requests:
             while not request.completed:
-                self._worker.progress()
+                self._look()
             request.check_error()

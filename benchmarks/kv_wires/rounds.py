@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from benchmarks.engine_peers.figures import Figure, figure, ratios
 from benchmarks.kv_wires.plans import Load, Timing
 from benchmarks.kv_wires.remote import RemoteFailedError
-from benchmarks.kv_wires.wires import MEMCPY, SHM, Wire
+from benchmarks.kv_wires.wires import BARE_NAMES, MEMCPY, SHM, Wire
 
 FULL = ", full checksums"
 GIB = float(1 << 30)
@@ -68,7 +68,7 @@ def _sides(wires: Mapping[str, Wire], load: Load, *, has_full: bool) -> dict[str
         sides[MEMCPY] = lambda number: wires[SHM].memcpy(load)
     for name, wire in wires.items():
         sides[name] = _mover(wire, load, checksum=False)
-        if has_full and "library" not in name:
+        if has_full and name not in BARE_NAMES:
             sides[name + FULL] = _mover(wire, load, checksum=True)
     return sides
 

@@ -15,6 +15,8 @@ from benchmarks.kv_wires.transport_end import RECEIVER, SENDER, TransportEnd
 MEMCPY, SHM, NIXL, UCX = "memcpy", "shm", "nixl", "ucx"
 BARE_NIXL, BARE_NIXL_CMA, BARE_UCX = "nixl library", "nixl library with CMA", "ucxx library"
 BARE = {NIXL: BARE_NIXL, UCX: BARE_UCX}
+BARE_NAMES = (BARE_NIXL, BARE_NIXL_CMA, BARE_UCX)
+PAUSE_S = 50e-6
 
 Make = Callable[[IsCalled], object]
 ENDS: dict[str, tuple[Make, Make]] = {
@@ -46,7 +48,21 @@ class Wire:
         self._receiver.interrupt()
 
     def move(self, load: Load, seed: int, *, checksum: bool = False) -> Timing:
-        """Raises: RemoteFailedError."""
+        """A bare library runs twice and its faster run counts: with ends that never stop looking, which is best where
+        each has a core for itself, and with ends that sleep a little, which is best where others want the cores too.
+
+        Raises: RemoteFailedError.
+        """
+        if self.name not in BARE_NAMES:
+            return self._move(load, seed, checksum)
+        timings = []
+        for pause_s in (0.0, PAUSE_S):
+            self._sender.call("set_pause", pause_s)
+            self._receiver.call("set_pause", pause_s)
+            timings.append(self._move(load, seed, checksum))
+        return min(timings, key=lambda timing: timing.seconds)
+
+    def _move(self, load: Load, seed: int, checksum: bool) -> Timing:
         self._sender.call("prepare", load, seed)
         num_writes = self._receiver.call("prepare", load, seed)
         self._receiver.begin("receive", num_writes)
