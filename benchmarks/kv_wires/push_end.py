@@ -93,7 +93,8 @@ class PushEnd:
 
     async def _reserve(self, number: int, num_blocks: int) -> tuple[Grant, float]:
         start_s = time.perf_counter()
-        grant = self._host.reserve(PushKey(f"r{number}", 1), number + 1, SENDER, num_blocks)
+        key = PushKey(f"r{number}", 1)
+        grant = self._host.reserve(key, number + 1, SENDER, num_blocks, ttl_ns=LIMITS.lease_ttl_ns)
         return grant, time.perf_counter() - start_s
 
     async def _serve(self) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from cluster.agent import effects as fx
 from cluster.agent import events as ev
@@ -52,7 +53,6 @@ class PushHost:
         self._transport = transport
         self._memory = memory
         self._block_size_bytes = size_bytes
-        self._limits = limits
         self._on_arrived = on_arrived
         self._on_failed = on_failed
         self._loop = asyncio.get_running_loop()
@@ -66,22 +66,12 @@ class PushHost:
 
     # ---- what a coordinator or an engine would ask for ------------------------------------------------------
 
-    def reserve(self, key: PushKey, lease_id: int, sender: PeerId, num_blocks: int) -> Grant:
+    def reserve(self, key: PushKey, lease_id: int, sender: PeerId, num_blocks: int, *, ttl_ns: int) -> Grant:
         """Raises: PushRefusedError, OutOfBlocksError."""
-        grant = Grant(
-            key=key, lease_id=lease_id, receiver=self.me, sender=sender, blocks=(), ttl_ns=self._limits.lease_ttl_ns
-        )
-        blocks = self.pushes.reserve(time.monotonic_ns(), grant, num_cached=0, num_blocks=num_blocks)
+        asked = Grant(key=key, lease_id=lease_id, receiver=self.me, sender=sender, blocks=(), ttl_ns=ttl_ns)
+        blocks = self.pushes.reserve(time.monotonic_ns(), asked, num_cached=0, num_blocks=num_blocks)
         self._settle()
-        granted = tuple(BlockGrant(block.index, block.block_id, block.generation) for block in blocks)
-        return Grant(
-            key=key,
-            lease_id=lease_id,
-            receiver=self.me,
-            sender=sender,
-            blocks=granted,
-            ttl_ns=self._limits.lease_ttl_ns,
-        )
+        return replace(asked, blocks=tuple(BlockGrant(b.index, b.block_id, b.generation) for b in blocks))
 
     def open(self, grant: Grant, endpoint: bytes) -> None:
         """Starts the push; `endpoint` is where the receiver is to be found."""

@@ -19,30 +19,33 @@ from contextlib import suppress
 
 import pytest
 
+from kv_transfer.protocol.limits import SECOND_NS
 from kv_transfer.protocol.messages import PeerId, PushKey
-from tests.support.push_process import SHM, CommittedHere, FailedHere, PushWorker, Wire, Wrote
+from tests.support.push_process import LIMITS, SHM, CommittedHere, FailedHere, PushWorker, Wire, Wrote
 from tests.support.soak import NUM_KILLED_PUSHES
 
 WIRES = [SHM]
 VICTIM_BLOCKS = 48
-OTHER_BLOCKS = 6
+OTHER_BLOCKS = 24
+QUICK_BLOCKS = 6
 MAX_DELAY_S = 0.150
-"""From the first write to the signal: less than a third of what a throttled push takes."""
+"""From the first write to the signal: less than a third of what the victim takes; the other push is under way, too."""
 WAKE_UP_S = 0.05
 """What a stopped process is given to do harm when it wakes up: a real late write needs real time."""
+CONNECT_TTL_NS = 20 * SECOND_NS
+"""Of the lease of a pair's first push: what follows needs no connection made within its own, short one."""
 MIN_LANDED_SHARE = 0.9
 
 
 class Fleet:
-    """Two senders and two receivers; whoever has been lost is replaced by its next life, started ahead of time."""
+    """Two senders, of which one is slow, and two receivers. Who is lost is replaced by a next life, started ahead."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._numbers = itertools.count(1)
         self._spares: dict[str, PushWorker] = {}
-        self.workers: dict[str, PushWorker] = {}
-        for name in ("slow", "sender", "receiver", "witness"):
-            self.workers[name] = self._start(name, 1)
+        self._connected: set[tuple[PeerId, PeerId]] = set()
+        self.workers = {name: self._start(name, 1) for name in ("slow", "sender", "receiver", "witness")}
 
     def __getitem__(self, name: str) -> PushWorker:
         return self.workers[name]
@@ -54,13 +57,28 @@ class Fleet:
         self.workers[name].close()
         self.workers[name] = self._spares.pop(name)
 
-    def push(self, sender: str, receiver: str, num_blocks: int) -> Push:
+    def connect(self, *pairs: tuple[str, str]) -> None:
+        for sender, receiver in pairs:
+            pair = (self[sender].me, self[receiver].me)
+            if pair not in self._connected:
+                self._connected.add(pair)
+                self.push(sender, receiver, 1, ttl_ns=CONNECT_TTL_NS).check_arrived()
+
+    def push(
+        self,
+        sender: str,
+        receiver: str,
+        num_blocks: int,
+        *,
+        is_paced: bool = False,
+        ttl_ns: int = LIMITS.lease_ttl_ns,
+    ) -> Push:
         number = next(self._numbers)
         push = Push(PushKey(f"r{number}", 1), number, self[sender], self[receiver])
         assert push.sender.endpoint, "a lease runs from its grant, so its sender must have started"
-        grant = push.receiver.call("reserve", push.key, number, push.sender.me, num_blocks)
+        grant = push.receiver.call("reserve", push.key, number, push.sender.me, num_blocks, ttl_ns)
         push.block_ids = tuple(block.block_id for block in grant.blocks)
-        push.sender.call("push", grant, push.receiver.endpoint, push.seed)
+        push.sender.call("push", grant, push.receiver.endpoint, push.seed, is_paced)
         return push
 
     def close(self) -> None:
@@ -118,19 +136,20 @@ def test_sender_is_lost_in_mid_push(fleet: Fleet, number: signal.Signals) -> Non
     num_landed = 0
     for _ in range(NUM_KILLED_PUSHES):
         fleet.start_spare("slow")
+        fleet.connect(("slow", "receiver"), ("sender", "receiver"))
+        other = fleet.push("sender", "receiver", OTHER_BLOCKS, is_paced=True)
         victim = fleet.push("slow", "receiver", VICTIM_BLOCKS)
         victim.wait_until_written_to()
         time.sleep(delays.uniform(0, MAX_DELAY_S))
-        other = fleet.push("sender", "receiver", OTHER_BLOCKS)
         victim.sender.signal(number)
+        fleet.push("sender", "receiver", QUICK_BLOCKS).check_arrived()
         other.check_arrived()
-        fleet.push("sender", "receiver", OTHER_BLOCKS).check_arrived()
         if victim.is_committed():
             victim.check_arrived()
         else:
             num_landed += 1
             fleet["receiver"].wait_until_nothing_is_held()
-            successor = fleet.push("sender", "receiver", VICTIM_BLOCKS + 2 * OTHER_BLOCKS)
+            successor = fleet.push("sender", "receiver", VICTIM_BLOCKS + OTHER_BLOCKS + QUICK_BLOCKS)
             assert set(victim.block_ids) <= set(successor.block_ids), "the lost push's blocks are not granted again"
             successor.check_arrived(keeps=True)
             with suppress(ProcessLookupError):  # the fence may be its death
@@ -147,20 +166,21 @@ def test_receiver_is_killed_in_mid_push(fleet: Fleet) -> None:
     num_landed = 0
     for _ in range(NUM_KILLED_PUSHES):
         fleet.start_spare("receiver")
+        fleet.connect(("slow", "receiver"), ("slow", "witness"), ("sender", "witness"))
+        other = fleet.push("sender", "witness", OTHER_BLOCKS, is_paced=True)
         victim = fleet.push("slow", "receiver", VICTIM_BLOCKS)
         victim.wait_until_written_to()
-        other = fleet.push("slow", "witness", OTHER_BLOCKS)
         time.sleep(delays.uniform(0, MAX_DELAY_S))
         victim.receiver.signal(signal.SIGKILL)
         if not victim.receiver.has_said(CommittedHere, victim.key):
             num_landed += 1
             victim.sender.wait_for(FailedHere, key=victim.key)
         other.check_arrived()
-        fleet.push("sender", "witness", OTHER_BLOCKS).check_arrived()
-        fleet["slow"].wait_until_nothing_is_held()
+        for sender in ("slow", "sender"):
+            fleet.push(sender, "witness", QUICK_BLOCKS).check_arrived()
+            fleet[sender].wait_until_nothing_is_held()
         fleet["witness"].wait_until_nothing_is_held()
         fleet.replace("receiver")
-        fleet.push("sender", "receiver", OTHER_BLOCKS).check_arrived()
     check_share(num_landed)
 
 
@@ -169,21 +189,23 @@ def test_receiver_is_stopped_in_mid_push(fleet: Fleet) -> None:
     delays = random.Random(3)
     num_landed = 0
     for _ in range(NUM_KILLED_PUSHES):
+        fleet.connect(("slow", "receiver"), ("sender", "receiver"), ("slow", "witness"), ("sender", "witness"))
+        other = fleet.push("sender", "witness", OTHER_BLOCKS, is_paced=True)
         victim = fleet.push("slow", "receiver", VICTIM_BLOCKS)
         victim.wait_until_written_to()
-        other = fleet.push("slow", "witness", OTHER_BLOCKS)
         time.sleep(delays.uniform(0, MAX_DELAY_S))
         victim.receiver.signal(signal.SIGSTOP)
-        other.check_arrived()
-        fleet.push("sender", "witness", OTHER_BLOCKS).check_arrived()
         if not victim.receiver.has_said(CommittedHere, victim.key):
             num_landed += 1
             victim.sender.wait_for(FailedHere, key=victim.key)
-        fleet["slow"].wait_until_nothing_is_held()
+        other.check_arrived()
+        for sender in ("slow", "sender"):
+            fleet.push(sender, "witness", QUICK_BLOCKS).check_arrived()
+            fleet[sender].wait_until_nothing_is_held()
         victim.receiver.signal(signal.SIGCONT)
         if victim.is_committed():
             victim.check_arrived()
         fleet["receiver"].wait_until_nothing_is_held()
         fleet["witness"].wait_until_nothing_is_held()
-        fleet.push("sender", "receiver", OTHER_BLOCKS).check_arrived()
+        fleet.push("sender", "receiver", QUICK_BLOCKS).check_arrived()
     check_share(num_landed)

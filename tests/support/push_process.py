@@ -30,7 +30,7 @@ from kv_transfer.transport.shm_pool import PoolMemory, create_pool
 
 LAYOUT = KVLayout(groups=(LayerGroup(num_layers=4, num_kv_heads=4, head_dim=64),), block_size=16, dtype="float32")
 BLOCK_BYTES = LAYOUT.block_size_bytes
-NUM_BLOCKS = 96
+NUM_BLOCKS = 128
 LIMITS = PushLimits(
     lease_ttl_ns=1000 * MILLISECOND_NS,
     stop_timeout_ns=300 * MILLISECOND_NS,
@@ -40,7 +40,7 @@ LIMITS = PushLimits(
     max_inflight_writes=2,
 )
 SLOW_BLOCK_S = 0.010
-"""What a throttled sender takes for a block."""
+"""What a throttled push takes for a block."""
 SLICE_BYTES = BLOCK_BYTES // 16
 ANSWER_TIMEOUT_S = 30.0
 SPAWN = multiprocessing.get_context("spawn")
@@ -48,8 +48,8 @@ SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """A transport under test. `copies_itself`: its copies run in our own code, and so can be slowed down themselves,
-    so that a signal lands within one; elsewhere a slow sender's blocks become ready slowly."""
+    """A transport under test. `copies_itself`: its copies run in our own code and can be slowed down themselves, so
+    that a signal lands within one; elsewhere a slow sender's blocks become ready slowly."""
 
     name: str
     module: str
@@ -123,7 +123,7 @@ def _copy_slowly(target: Memory, source: Memory, copies: Any, *, checksum: bool)
 class _Child:
     def __init__(self, me: PeerId, wire: Wire, is_slow: bool, pipe: Connection) -> None:
         self._pipe = pipe
-        self._pace_s = SLOW_BLOCK_S if is_slow and not wire.copies_itself else 0.0
+        self._is_paced = is_slow and not wire.copies_itself
         if is_slow and wire.copies_itself:
             shm_copier.copy_ranges = _copy_slowly
         self._pool = create_pool(LAYOUT.pool_size_bytes(NUM_BLOCKS))
@@ -147,26 +147,26 @@ class _Child:
     def endpoint(self) -> bytes:
         return self._transport.endpoint()
 
-    def reserve(self, key: PushKey, lease_id: int, sender: PeerId, num_blocks: int) -> Grant:
-        return self._host.reserve(key, lease_id, sender, num_blocks)
+    def reserve(self, key: PushKey, lease_id: int, sender: PeerId, num_blocks: int, ttl_ns: int) -> Grant:
+        return self._host.reserve(key, lease_id, sender, num_blocks, ttl_ns=ttl_ns)
 
-    def push(self, grant: Grant, endpoint: bytes, seed: int) -> None:
-        """Starts a push of `pattern(seed)`."""
+    def push(self, grant: Grant, endpoint: bytes, seed: int, is_paced: bool) -> None:
+        """Starts a push of `pattern(seed)`, whose blocks become ready one by one if `is_paced`."""
         blocks = self._host.pool.allocate(len(grant.blocks))
         for block_id, content in zip(blocks, pattern(seed, len(blocks)), strict=True):
             self._memory[block_id * BLOCK_BYTES :][:BLOCK_BYTES] = content
         self._sources[grant.key] = blocks
         self._unwritten[grant.receiver] = grant.key
         self._host.open(grant, endpoint)
-        task = asyncio.get_running_loop().create_task(self._give(grant.key, blocks))
+        task = asyncio.get_running_loop().create_task(self._give(grant.key, blocks, is_paced or self._is_paced))
         self._pushing.add(task)
         task.add_done_callback(self._pushing.discard)
 
-    async def _give(self, key: PushKey, blocks: list[int]) -> None:
+    async def _give(self, key: PushKey, blocks: list[int], is_paced: bool) -> None:
         for pair in enumerate(blocks):
             self._host.give(key, [pair])
-            if self._pace_s:
-                await asyncio.sleep(self._pace_s)
+            if is_paced:
+                await asyncio.sleep(SLOW_BLOCK_S)
         self._host.finish(key, len(blocks) * LAYOUT.block_size)
         await self._host.wait_until(lambda: not self._host.pushes.holds(key))
         self._host.pool.release(self._sources.pop(key))
