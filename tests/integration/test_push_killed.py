@@ -185,10 +185,13 @@ def test_receiver_is_killed_in_mid_push(fleet: Fleet) -> None:
 
 
 def test_receiver_is_stopped_in_mid_push(fleet: Fleet) -> None:
-    """Both leases run out, each on its side's own clock, and a receiver that wakes up gives back what it reserved."""
+    """Both leases run out, each on its side's own clock, and a receiver that wakes up gives back what it reserved.
+
+    It may fence the sender for it, whose next life then follows."""
     delays = random.Random(3)
     num_landed = 0
     for _ in range(NUM_KILLED_PUSHES):
+        fleet.start_spare("slow")
         fleet.connect(("slow", "receiver"), ("sender", "receiver"), ("slow", "witness"), ("sender", "witness"))
         other = fleet.push("sender", "witness", OTHER_BLOCKS, is_paced=True)
         victim = fleet.push("slow", "receiver", VICTIM_BLOCKS)
@@ -207,5 +210,6 @@ def test_receiver_is_stopped_in_mid_push(fleet: Fleet) -> None:
             victim.check_arrived()
         fleet["receiver"].wait_until_nothing_is_held()
         fleet["witness"].wait_until_nothing_is_held()
-        fleet.push("sender", "receiver", QUICK_BLOCKS).check_arrived()
+        fleet.push("sender", "receiver", QUICK_BLOCKS, ttl_ns=CONNECT_TTL_NS).check_arrived()
+        fleet.replace("slow")
     check_share(num_landed)

@@ -210,13 +210,21 @@ async def _run(me: PeerId, wire: Wire, is_slow: bool, pipe: Connection) -> None:
     child = _Child(me, wire, is_slow, pipe)
     ended = asyncio.get_running_loop().create_future()
 
+    def end(error: Exception | None) -> None:
+        asyncio.get_running_loop().remove_reader(pipe.fileno())
+        if error is None:
+            ended.set_result(None)
+        else:
+            ended.set_exception(error)
+
     def answer() -> None:
         try:
             method, arguments = pipe.recv()
             pipe.send(("answer", getattr(child, method)(*arguments)))
         except (EOFError, BrokenPipeError):
-            asyncio.get_running_loop().remove_reader(pipe.fileno())
-            ended.set_result(None)
+            end(None)
+        except Exception as error:  # noqa: BLE001 - the child dies of it, which the test hears as the end of the pipe
+            end(error)
 
     asyncio.get_running_loop().add_reader(pipe.fileno(), answer)
     pipe.send(("answer", child.endpoint()))
