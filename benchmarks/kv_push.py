@@ -3,8 +3,9 @@
 Blocks lie scattered over both pools and go in writes as a push posts them; a move counts as over when the receiver has
 said that it has everything. Its limit for shm is one thread's memcpy of as many bytes in one call between the same
 memory, for nixl and ucx the bare library with the same descriptors. All sides take turns round by round, sender and
-receiver with a core each; ratios are medians over rounds. "One request's push" is what reservation, opening,
-descriptors, notifications and commit take beside the copy, on workers that are otherwise idle.
+receiver with a core each; of a side's two runs in a round the faster counts, and ratios are medians over rounds. "One
+request's push" is what reservation, opening, descriptors, notifications and commit take beside the copy, on workers
+that are otherwise idle. A backend or library that is not there is named under `not_measured`, with the reason.
 
 The hand-over gap, which is a matter of the whole cluster, is measured by push_overlap.py.
 """
@@ -52,8 +53,8 @@ class Effort:
     prefills: int
 
 
-FULL_EFFORT = Effort(rounds=21, sweep_rounds=5, pushes=300, prefills=9)
-QUICK_EFFORT = Effort(rounds=5, sweep_rounds=1, pushes=50, prefills=3)
+FULL_EFFORT = Effort(rounds=15, sweep_rounds=5, pushes=300, prefills=9)
+QUICK_EFFORT = Effort(rounds=3, sweep_rounds=1, pushes=50, prefills=3)
 
 
 def judge_load(report: Report, name: str, samples: Samples) -> None:

@@ -21,7 +21,7 @@ def plot_speeds(sweep: Sequence[Samples], marks: Mapping[str, int], path: Path) 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(10, 5.5), layout="constrained")
     names = list(dict.fromkeys(name for samples in sweep for name in samples.timings))
     for name in names:
         having = [samples for samples in sweep if samples.timings.get(name)]
@@ -37,14 +37,16 @@ def plot_speeds(sweep: Sequence[Samples], marks: Mapping[str, int], path: Path) 
             linewidth=1.2 if is_limit else 2,
             label=f"{name} (limit)" if is_limit else name,
         )
+    axes.set_yscale("log")
     for label, size_bytes in marks.items():
         axes.axvline(size_bytes, color="gray", linewidth=0.8)
-        axes.text(size_bytes, axes.get_ylim()[1], f" {label}", rotation=90, va="top", ha="right", fontsize=8)
+        axes.text(size_bytes, axes.get_ylim()[0], f" {label}", rotation=90, va="bottom", ha="right", fontsize=8)
     sizes = [samples.load.size_bytes for samples in sweep]
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size >> 10} KiB" if size < 1 << 20 else f"{size >> 20} MiB" for size in sizes])
-    axes.set(xlabel="size of a piece", ylabel="GB/s", ylim=(0, None))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="size of a piece", ylabel="GB/s")
     axes.set_title("Scattered pieces from one process's pool to another's, checksums off")
-    axes.grid(alpha=0.3)
-    axes.legend()
+    axes.grid(alpha=0.3, which="both")
+    figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=120)

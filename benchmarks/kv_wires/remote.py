@@ -48,8 +48,8 @@ class Remote:
         self.close()
 
     def begin(self, method: str, *arguments: Any) -> None:
-        """Starts a call; `result` waits for its end."""
-        self._pipe.send((method, arguments))
+        """Starts a call; `result` waits for its end. Raises: RemoteFailedError."""
+        self._send((method, arguments))
 
     def result(self) -> Any:
         """Raises: RemoteFailedError."""
@@ -70,8 +70,14 @@ class Remote:
 
     def interrupt(self) -> Any:
         """Ends a call that runs until the next one, and returns its answer. Raises: RemoteFailedError."""
-        self._pipe.send(None)
+        self._send(None)
         return self.result()
+
+    def _send(self, call: tuple[str, tuple[Any, ...]] | None) -> None:
+        try:
+            self._pipe.send(call)
+        except OSError as error:
+            raise RemoteFailedError(f"{self.name} has ended") from error
 
     def close(self) -> None:
         """Ends the process, in order if it can. Idempotent."""

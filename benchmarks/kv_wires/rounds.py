@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.engine_peers.figures import Figure, figure, ratios
@@ -13,9 +12,6 @@ from benchmarks.kv_wires.wires import BARE_NAMES, MEMCPY, SHM, Wire
 
 FULL = ", full checksums"
 GIB = float(1 << 30)
-
-Side = Callable[[int], Timing]
-"""Moves a load; the number is the round's."""
 
 
 @dataclass(slots=True)
@@ -40,44 +36,43 @@ class Samples:
 
 
 def run_rounds(
-    wires: Mapping[str, Wire], load: Load, num_rounds: int, missing: dict[str, str], *, has_full: bool
+    wires: dict[str, Wire], load: Load, num_rounds: int, missing: dict[str, str], *, has_full: bool
 ) -> Samples:
     """`num_rounds` after one that warms up, in which the bytes are compared as well.
 
-    A side that fails is left out, its reason told in `missing`.
+    A wire that fails is taken out of `wires` with all its sides, its reason told in `missing`.
     """
-    sides = _sides(wires, load, has_full=has_full)
-    samples = Samples(load, {name: [] for name in sides})
+    samples = Samples(load)
     for number in range(num_rounds + 1):
-        for name, side in list(sides.items()):
+        for name, wire in list(wires.items()):
             try:
-                timing = side(number)
+                timings = _take_turn(wire, load, number, has_full=has_full)
             except RemoteFailedError as error:
                 missing[name] = str(error)
-                del sides[name], samples.timings[name]
+                del wires[name]
+                for side in _sides_of(name, has_full=has_full):
+                    samples.timings.pop(side, None)
                 continue
             if number > 0:
-                samples.timings[name].append(timing)
+                for side, timing in timings.items():
+                    samples.timings.setdefault(side, []).append(timing)
     print(f"measured: {load.num_pieces} pieces of {load.size_bytes >> 10} KiB", file=sys.stderr, flush=True)
     return samples
 
 
-def _sides(wires: Mapping[str, Wire], load: Load, *, has_full: bool) -> dict[str, Side]:
-    sides: dict[str, Side] = {}
-    if SHM in wires:
-        sides[MEMCPY] = lambda number: wires[SHM].memcpy(load)
-    for name, wire in wires.items():
-        sides[name] = _mover(wire, load, checksum=False)
-        if has_full and name not in BARE_NAMES:
-            sides[name + FULL] = _mover(wire, load, checksum=True)
-    return sides
+def _sides_of(name: str, *, has_full: bool) -> list[str]:
+    sides = [MEMCPY, name] if name == SHM else [name]
+    return [*sides, name + FULL] if has_full and name not in BARE_NAMES else sides
 
 
-def _mover(wire: Wire, load: Load, *, checksum: bool) -> Side:
-    def move(number: int) -> Timing:
-        timing = wire.move(load, number, checksum=checksum)
+def _take_turn(wire: Wire, load: Load, number: int, *, has_full: bool) -> dict[str, Timing]:
+    """Raises: RemoteFailedError."""
+    timings = {}
+    for side in _sides_of(wire.name, has_full=has_full):
+        if side == MEMCPY:
+            timings[side] = wire.memcpy(load)
+            continue
+        timings[side] = wire.move(load, number, checksum=side.endswith(FULL))
         if number == 0:
             wire.check(load, number)
-        return timing
-
-    return move
+    return timings
