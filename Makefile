@@ -16,7 +16,7 @@ ENGINE_SOAK := tests/property/test_engine_scheduler_machine.py tests/property/te
 
 FREEZE := build/lock/bin/python -m pip freeze --all --exclude baton-cluster --exclude pip | sed 's/+cpu$$//'
 
-.PHONY: kernels demo test test-fast lint bench soak soak-engine stubs lock clean help
+.PHONY: kernels demo test test-fast lint bench soak soak-engine soak-push stubs lock clean help
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -54,12 +54,15 @@ lint: $(INSTALLED)  ## Style, types, import rules.
 bench: kernels  ## Run every benchmark; JSON and plots land in benchmarks/results.
 	@$(BIN)/python -m benchmarks.run_all
 
-soak: soak-engine  ## Many more random histories than the tests run: of whole simulated clusters, and of the engine.
+soak: soak-engine soak-push  ## Many more histories than the tests run: of simulated clusters, the engine, and pushes.
 	@BATON_SIM_HISTORIES=20000 $(BIN)/python -m pytest tests/sim --timeout 7200
 
 soak-engine: kernels  ## 10,000 histories of scheduler and block pool, 1,000 on a model, 20,000 requests' memory.
 	@BATON_SCHEDULER_HISTORIES=10000 BATON_MODEL_HISTORIES=1000 BATON_SHORT_REQUESTS=20000 \
 		$(BIN)/python -m pytest $(ENGINE_SOAK) --timeout 7200
+
+soak-push: kernels  ## 100 processes of each kind killed, and as many stopped, in mid-push.
+	@BATON_KILLED_PUSHES=100 $(BIN)/python -m pytest tests/integration/test_push_killed.py -s --timeout 7200
 
 stubs: $(INSTALLED)  ## Regenerate the stubs beside the .proto files.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.tidy.stubs

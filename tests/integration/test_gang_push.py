@@ -22,7 +22,8 @@ from kv_transfer.protocol.messages import (
     SourceReleased,
 )
 from kv_transfer.protocol.ranks import GangLayout
-from tests.support.rank_process import TRANSPORTS, Gangs, RankHandle
+from kv_transfer.transport.backends import PREFERENCE, why_unavailable
+from tests.support.rank_process import Gangs, RankHandle
 
 NUM_BLOCKS = 24
 LAYOUT = KVLayout(
@@ -40,6 +41,14 @@ DEGREES = ((1, 2), (2, 1), (2, 4), (4, 2), (2, 2))
 RNG = np.random.default_rng(5)
 
 StartGangs = Callable[..., Gangs]
+
+
+@pytest.fixture(params=PREFERENCE)
+def transport(request: pytest.FixtureRequest) -> str:
+    reason = why_unavailable(request.param)
+    if reason is not None:
+        pytest.skip(reason)
+    return str(request.param)
 
 
 @pytest.fixture
@@ -84,7 +93,6 @@ def check_received(gangs: Gangs, grant: Grant, content: list[bytes]) -> None:
             assert rank.call("get", block.block_id) == gangs.expected(number, whole)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("degrees", DEGREES, ids=lambda degrees: f"{degrees[0]}to{degrees[1]}")
 def test_every_rank_gets_its_heads(start_gangs: StartGangs, transport: str, degrees: tuple[int, int]) -> None:
     gangs = start_gangs(transport, degrees)
@@ -110,7 +118,6 @@ def test_every_rank_gets_its_heads(start_gangs: StartGangs, transport: str, degr
     assert all(rank.call("count") == (0, 0) for rank in gangs.processes)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_without_checksums(start_gangs: StartGangs, transport: str) -> None:
     gangs = start_gangs(transport, (1, 2), checksum=False)
     content = random_blocks(6)
@@ -149,7 +156,6 @@ def check_nothing_is_held(gangs: Gangs, grant: Grant, dead: RankHandle) -> None:
     assert all(rank.call("count") == (0, 0) for rank in gangs.processes if rank is not dead)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("is_sender", [True, False], ids=["sender", "receiver"])
 @pytest.mark.parametrize("degrees", [(2, 4), (4, 2)], ids=lambda degrees: f"{degrees[0]}to{degrees[1]}")
 def test_death_of_one_rank_in_mid_push_commits_nothing_anywhere(
@@ -163,7 +169,6 @@ def test_death_of_one_rank_in_mid_push_commits_nothing_anywhere(
     check_nothing_is_held(gangs, grant, victim)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_stopped_rank_is_fenced_and_changes_no_byte_when_it_wakes(start_gangs: StartGangs, transport: str) -> None:
     """Scenario 7: the lease of one rank's part ends the whole push, and its blocks wait for that rank's fence."""
     gangs, grant = half_pushed(start_gangs, transport, (2, 4), ttl_s=2)

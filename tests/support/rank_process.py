@@ -7,7 +7,6 @@ a pipe and hears over it what the machine tells an owner; the rest happens betwe
 from __future__ import annotations
 
 import functools
-import importlib
 import multiprocessing
 import os
 import select
@@ -55,32 +54,22 @@ from kv_transfer.protocol.messages import (
     WriteBlocks,
 )
 from kv_transfer.protocol.ranks import GangLayout, Rank, bad_blocks, pair_gangs, rank_of, rank_peer
+from kv_transfer.transport.backends import open_backend
 from kv_transfer.transport.base import (
     Connected,
     ConnectFailed,
     Fenced,
     Notified,
     PeerGone,
-    Transport,
     TransportEvent,
     UnknownPeerError,
     WriteCompleted,
 )
-from kv_transfer.transport.shm_pool import PoolMemory, create_pool
+from kv_transfer.transport.shm_pool import create_pool
 from tests.support.shares import share_of
 
 TIMEOUT_S = 30.0
 SPAWN = multiprocessing.get_context("spawn")
-
-
-TRANSPORTS = {"shm": "kv_transfer.transport.shm:ShmTransport"}
-"""Backends to test, by name: where the class is. Each is made of a life's name and its pool."""
-
-
-def make_transport(path: str, me: PeerId, pool: PoolMemory) -> Transport:
-    module, _, name = path.partition(":")
-    transport: Transport = getattr(importlib.import_module(module), name)(me, pool)
-    return transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +102,7 @@ class RankProcess:
         self.block_size = own.rank_layout().block_size_bytes
         pool = create_pool(config.num_blocks * self.block_size)
         self.memory = as_memory(pool.mapping)
-        self.transport = make_transport(TRANSPORTS[config.transport], config.me, pool)
+        self.transport = open_backend(config.transport, config.me, pool)
         num_layers = own.layout.num_layers
         self.machine: GangSender | GangReceiver
         if config.is_sender:
