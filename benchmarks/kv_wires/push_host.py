@@ -22,6 +22,7 @@ from kv_transfer.checksum import Memory, checksums
 from kv_transfer.protocol.layout import KVLayout
 from kv_transfer.protocol.limits import PushLimits
 from kv_transfer.protocol.messages import BlockGrant, Grant, PeerId, PushArrived, PushKey
+from kv_transfer.protocol.ranks import bad_blocks
 from kv_transfer.transport.base import Transport
 
 STOP_TIMEOUT_S = 5.0
@@ -49,10 +50,12 @@ class PushHost:
         self.me = me
         self.pool = BlockPool(memory.size // layout.block_size_bytes)
         size_bytes = layout.block_size_bytes
-        self.pushes = Pushes(self.pool, limits, checksums=has_checksums, block_size_bytes=size_bytes)
+        self.pushes = Pushes(
+            self.pool, limits, checksums=has_checksums, block_size_bytes=size_bytes, num_layers=layout.num_layers
+        )
         self._transport = transport
         self._memory = memory
-        self._block_size_bytes = size_bytes
+        self._layout = layout
         self._on_arrived = on_arrived
         self._on_failed = on_failed
         self._loop = asyncio.get_running_loop()
@@ -182,11 +185,10 @@ class PushHost:
                 raise AssertionError(f"pushes do not ask for {effect}")
 
     def _verify(self, effect: fx.VerifyBlocks) -> None:
-        ranges = [(block_id * self._block_size_bytes, self._block_size_bytes) for block_id in effect.block_ids]
+        ranges = [self._layout.layers_slice(block_id, effect.layers) for block_id in effect.block_ids]
 
         def done(sums: list[int]) -> None:
-            pairs = zip(effect.block_ids, effect.checksums, sums, strict=True)
-            bad = tuple(block_id for block_id, wanted, found in pairs if wanted != found)
+            bad = bad_blocks(effect.block_ids, sums, effect.checksums)
             self.post(ev.Verified(key=effect.key, chunk=effect.chunk, bad_block_ids=bad))
 
         def failed(error: BaseException) -> None:

@@ -31,6 +31,7 @@ from cluster.agent.transport_port import TransportPort
 from cluster.wire.channels import bind, make_server
 from cluster.wire.metrics_server import MetricsServer
 from engine.core.step import StepResult
+from kv_transfer.protocol.ranks import bad_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -250,8 +251,7 @@ class _Worker:
 
     def _verify(self, effect: fx.VerifyBlocks) -> None:
         def done(sums: list[int]) -> None:
-            pairs = zip(effect.block_ids, effect.checksums, sums, strict=True)
-            bad = tuple(block_id for block_id, wanted, found in pairs if wanted != found)
+            bad = bad_blocks(effect.block_ids, sums, effect.checksums)
             if bad:
                 logger.warning("blocks %s of %s arrived corrupt", bad, effect.key)
             self.post(ev.Verified(key=effect.key, chunk=effect.chunk, bad_block_ids=bad))

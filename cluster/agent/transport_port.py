@@ -22,6 +22,7 @@ from kv_transfer.transport.base import (
     Notified,
     PeerGone,
     PeerId,
+    Transport,
     TransportError,
     TransportEvent,
     UnknownPeerError,
@@ -36,7 +37,7 @@ class TransportPort:
     """All calls come from the loop's thread."""
 
     def __init__(
-        self, transport: AutoTransport, layout: KVLayout, *, checksums: bool, post: Callable[[ev.Event], None]
+        self, transport: Transport, layout: KVLayout, *, checksums: bool, post: Callable[[ev.Event], None]
     ) -> None:
         self._transport = transport
         self._layout = layout
@@ -115,9 +116,12 @@ class TransportPort:
                     self._post(ev.WriteBroken(write_id=write_id, quiesced=quiesced, reason=reason))
 
     def _on_connected(self, peer: PeerId) -> None:
-        link = next((link for link in self._transport.links() if link.peer == peer), None)
+        transport = self._transport
+        backend, link = transport.name, None
+        if isinstance(transport, AutoTransport):
+            backend = transport.backend_of(peer)
+            link = next((link for link in transport.links() if link.peer == peer), None)
         if link is None:
-            backend = self._transport.backend_of(peer)
             logger.info("%s#%d has connected over %s", peer.name, peer.incarnation, backend)
             self._post(ev.PeerConnected(peer=peer, transport=backend))
             return

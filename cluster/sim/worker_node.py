@@ -22,6 +22,7 @@ from cluster.sim.network import Network, StreamEnd
 from cluster.sim.process import Alarm, Process
 from cluster.sim.push_bridge import PushBridge
 from engine.core.step import StepPlan
+from kv_transfer.protocol.ranks import bad_blocks
 
 RECONNECT_DELAY_NS = 200 * MILLISECOND_NS
 MAX_VERIFY_NS = 2 * MILLISECOND_NS
@@ -160,9 +161,8 @@ class WorkerNode:
         """A verifier thread sums the blocks as they are when it gets to them."""
 
         def sum_blocks() -> None:
-            pairs = zip(effect.block_ids, effect.checksums, strict=True)
-            sums = {block_id: checksum(self.memory.block(block_id, effect.layers)) for block_id in effect.block_ids}
-            bad = tuple(block_id for block_id, wanted in pairs if sums[block_id] != wanted)
+            sums = [checksum(self.memory.block(block_id, effect.layers)) for block_id in effect.block_ids]
+            bad = bad_blocks(effect.block_ids, sums, effect.checksums)
             self.handle(events.Verified(key=effect.key, chunk=effect.chunk, bad_block_ids=bad))
 
         self.process.after(int(self._random.random() * MAX_VERIFY_NS), sum_blocks)
