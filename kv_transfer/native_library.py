@@ -9,6 +9,7 @@ import ctypes
 import functools
 import logging
 from collections.abc import Sequence
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,16 @@ from kv_transfer.build import library_path
 _log = logging.getLogger(__name__)
 
 
+class Walk(IntEnum):
+    """How the kernel goes through memory: it knows which way is fastest on this processor (native/copy.cpp)."""
+
+    PLAIN = 0
+    STRAIGHT = 1
+    INTERLEAVED = 2
+
+
 class NativeLibrary:
-    """The kernel's two functions. Offsets and sizes are not checked here: callers have done so."""
+    """The kernel's functions. Offsets and sizes are not checked here: callers have done so."""
 
     def __init__(self, path: str) -> None:
         """Raises: OSError if it cannot be loaded."""
@@ -31,6 +40,20 @@ class NativeLibrary:
         self._checksums = library.baton_checksums
         self._checksums.argtypes = (pointer, pointer, count, pointer)
         self._checksums.restype = None
+        self._walk = library.baton_walk
+        self._walk.restype = count
+        self._set_walk = library.baton_set_walk
+        self._set_walk.argtypes = (count,)
+        self._set_walk.restype = count
+
+    @property
+    def walk(self) -> Walk:
+        return Walk(self._walk())
+
+    def set_walk(self, walk: Walk) -> None:
+        """For tests and measurements, in the whole process. Raises: ValueError if this processor cannot go this way."""
+        if not self._set_walk(walk):
+            raise ValueError(f"walk: this processor cannot do {walk.name}")
 
     def copy(
         self,

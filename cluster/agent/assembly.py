@@ -13,6 +13,7 @@ from cluster.agent.pool import TransportPool, open_pool
 from cluster.agent.settings import RoleProfile, WorkerSettings
 from cluster.core.limits import NS_PER_S
 from cluster.core.messages import RankEndpoint, RunLocal, WorkerHello, WorkerLoad, WorkerRef
+from engine.attention.base import LayerWritten
 from engine.core.scheduler import SchedulerConfig
 from engine.core.step import StepPlan, StepResult
 from engine.model.config import ModelShape, model_fingerprint
@@ -59,16 +60,15 @@ class Engine:
     def transport(self) -> AutoTransport:
         return self._pool.transport
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """One step; on the engine thread only."""
+    def run(self, plan: StepPlan, on_layer_written: LayerWritten | None = None) -> StepResult:
+        """One step; on the engine thread only, which is also where `on_layer_written` is called."""
         assert self._runner is not None, "the engine is closed"
-        return self._runner.run(plan)
+        return self._runner.run(plan, on_layer_written)
 
-    def checksums(self, block_ids: tuple[int, ...]) -> list[int]:
-        """Of whole blocks as they are in the pool; on any thread."""
+    def checksums(self, block_ids: tuple[int, ...], layers: range) -> list[int]:
+        """Of these layers of blocks as they are in the pool; on any thread."""
         assert self._memory is not None, "the engine is closed"
-        size_bytes = self.layout.block_size_bytes
-        return checksums(self._memory, [(block_id * size_bytes, size_bytes) for block_id in block_ids])
+        return checksums(self._memory, [self.layout.layers_slice(block_id, layers) for block_id in block_ids])
 
     def close(self) -> None:
         """Gives model and pool back. Nothing may be running."""
@@ -163,6 +163,7 @@ def state_config(
         hello=hello,
         scheduler=engine.scheduler,
         num_blocks=settings.num_blocks,
+        num_layers=engine.layout.num_layers,
         model_fingerprint=engine.fingerprint,
         accepts=accepts,
         checksums=settings.checksums,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cluster.agent.last_chunks import LastChunks
 from cluster.agent.leg_output import LegOutput
 from cluster.agent.legs import Leg, LegKind, LegTable, Phase, push_key_of
 from cluster.agent.limits import WorkerStateConfig
@@ -79,6 +80,7 @@ class LegControl:
         self._output = LegOutput(outbox)
         self._legs = legs
         self._links = links
+        self._last_chunks = LastChunks(pushes, num_layers=config.num_layers, block_size=self._block_size)
         self._unstarted: dict[SequenceKey, Leg] = {}
         self._lost_peers: Recent[PeerId | None, None] = Recent(config.push_limits.max_fenced_lives)
         self._messages: list[WorkerMessage] = []
@@ -151,6 +153,7 @@ class LegControl:
         except ValueError as error:
             self.fail(now_ns, leg, Outcome.INTERNAL, f"impossible grant: {error}", retryable=True)
             return
+        self._last_chunks.add(leg)
         self._start(now_ns, leg, SequenceMode.PREFILL_ONLY)
 
     def run_local(self, now_ns: int, command: RunLocal, body: RequestBody) -> None:
@@ -203,12 +206,18 @@ class LegControl:
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
-    def step_started(self, now_ns: int, plan: StepPlan) -> None:
+    def step_started(self, now_ns: int, plan: StepPlan) -> tuple[int, ...]:
+        """Returns the numbers of layers after which `layers_written` is wanted."""
         if self._unstarted:
             for sequence in plan.sequences:
                 leg = self._unstarted.pop(sequence.key, None)
                 if leg is not None:
                     leg.started_ns = now_ns
+        return self._last_chunks.step_started(plan)
+
+    def layers_written(self, now_ns: int, num_layers: int) -> None:
+        """By the running step."""
+        self._last_chunks.layers_written(now_ns, num_layers)
 
     def step_done(self, now_ns: int, outcome: StepOutcome) -> None:
         for key in outcome.preempted:
@@ -340,11 +349,13 @@ class LegControl:
         if num_ready > leg.num_blocks_ready:
             indices = range(leg.num_blocks_ready, num_ready)
             leg.num_blocks_ready = num_ready
-            blocks = [(index, progress.block_table[index]) for index in indices]
-            self._pushes.blocks_ready(now_ns, leg.push_key, blocks)
+            if not self._last_chunks.complete(now_ns, leg):
+                blocks = [(index, progress.block_table[index]) for index in indices]
+                self._pushes.blocks_ready(now_ns, leg.push_key, blocks)
 
     def _on_first_tokens(self, now_ns: int, leg: Leg, tokens: list[EmittedToken]) -> None:
         """Prefill is done. Its blocks stay in use by the push alone."""
+        self._last_chunks.remove(leg)
         self._pool.release(self._stepper.scheduler.take_blocks(leg.lead_key))
         leg.kv_transport = self._links.transport_of(leg.peer)
         self._output.hand_over(now_ns, leg)
@@ -423,6 +434,7 @@ class LegControl:
         if leg.phase is Phase.CLOSING:
             return
         self._unstarted.pop(leg.lead_key, None)
+        self._last_chunks.remove(leg)
         pinned, leg.pinned_blocks = leg.pinned_blocks, []
         self._legs.leave(leg, Phase.CLOSING)
         self._output.drop(leg)
@@ -433,6 +445,7 @@ class LegControl:
             self._pushes.cancel(now_ns, leg.push_key, reason)
 
     def check_invariants(self) -> None:
+        self._last_chunks.check_invariants()
         for key, leg in self._unstarted.items():
             assert leg.lead_key == key and self._legs.get(leg.attempt) is leg and leg.phase is Phase.RUNNING
         for leg in self._legs:

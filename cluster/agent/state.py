@@ -60,6 +60,7 @@ class WorkerState:
             config.push_limits,
             checksums=config.checksums,
             block_size_bytes=config.hello.block_size_bytes,
+            num_layers=config.num_layers,
         )
         self._block_reporter = BlockReporter(
             self._pool,
@@ -168,9 +169,9 @@ class WorkerState:
         effects: list[Effect] = []
         plan = self._stepper.next_plan()
         if plan is not None:
-            self._control.step_started(now_ns, plan)
+            layer_marks = self._control.step_started(now_ns, plan)
             self._step_due_ns = now_ns + self._config.limits.max_step_ns
-            effects.append(RunStep(plan=plan))
+            effects.append(RunStep(plan=plan, layer_marks=layer_marks))
         effects += self._pushes.take_effects()
         effects += self._outbox.flush()
         effects += [RefuseFront(front=front) for front in self._refused_fronts]
@@ -185,6 +186,9 @@ class WorkerState:
 
     def _dispatch(self, now_ns: int, event: ev.Event) -> None:
         match event:
+            case ev.LayersWritten(step_id=step_id, num_layers=num_layers):
+                assert self._stepper.is_running(step_id), f"step {step_id} is over"
+                self._control.layers_written(now_ns, num_layers)
             case ev.StepDone(result=result, duration_ns=duration_ns):
                 self._step_due_ns = None
                 self._control.step_done(now_ns, self._stepper.done(result, duration_ns))

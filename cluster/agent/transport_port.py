@@ -72,7 +72,8 @@ class TransportPort:
     def write(self, effect: fx.WriteBlocks) -> None:
         targets = [block.block_id for block in effect.message.blocks]
         pairs = list(zip(effect.source_blocks, targets, strict=True))
-        copies = (plan_block_copies if self._checksums else plan_copies)(pairs, self._layout)
+        plan = plan_block_copies if self._checksums else plan_copies
+        copies = plan(pairs, self._layout, effect.message.layers)
         try:
             handle = self._transport.write(effect.peer, copies, encode(effect.message), checksum=self._checksums)
         except TransportError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from kv_transfer import native_library
 from kv_transfer.build import NativeBuildError, build
 from kv_transfer.checksum import as_memory, checksum, checksums, fallback_checksum
-from kv_transfer.native_library import NativeLibrary
+from kv_transfer.native_library import NativeLibrary, Walk
 from kv_transfer.transport.shm_copier import copy_ranges
 
 MASK = 2**64 - 1
@@ -37,12 +38,20 @@ def by_definition(data: bytes) -> int:
     return h ^ (h >> 33)
 
 
-@pytest.fixture(scope="module")
-def native() -> NativeLibrary:
+@pytest.fixture(params=Walk, ids=lambda walk: walk.name.lower())
+def native(request: pytest.FixtureRequest) -> Iterator[NativeLibrary]:
+    """Every way through memory that this processor can go, not only the one that is fastest here."""
     try:
-        return NativeLibrary(str(build()))
+        library = NativeLibrary(str(build()))
     except NativeBuildError as error:
         pytest.skip(str(error))
+    best = library.walk
+    try:
+        library.set_walk(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    yield library
+    library.set_walk(best)
 
 
 def noise(size: int, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
