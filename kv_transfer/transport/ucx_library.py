@@ -121,7 +121,11 @@ class Endpoint:
         return self._post(self._endpoint.tag_recv, memory, self._library.tag(tag))
 
     def close(self) -> None:
-        """Breaks the connection: the other end is told, and what is posted here ends as UCX lets go of it."""
+        """Breaks the connection: the other end is told, and what is posted here ends as UCX lets go of it.
+
+        If sends or matched receives were under way, ucxx 0.52 keeps this endpoint, and with it the closed worker's
+        few descriptors, until the process ends: its list of what it tried to cancel is never cleared.
+        """
         self._endpoint.close_blocking()
 
     def _post(self, call: Callable[..., Any], memory: object, *arguments: Any) -> Transfer:

@@ -584,8 +584,6 @@ def test_close_gives_everything_back(start_child: Callable[..., Child]) -> None:
         for peer in (DECODE, reader.me):
             writer.transport.write(peer, [Copy(0, 0, POOL)], b"x")
             writer.wait_for(WriteCompleted)
-        nobody = encode_endpoint(Address(host="192.0.2.1", port=9, token=""))
-        writer.transport.connect(PeerId("nobody", 1), nobody)
         writer.close()
         writer.transport.close()
         reader.wait_for(PeerGone)
@@ -598,7 +596,7 @@ def test_close_gives_everything_back(start_child: Callable[..., Child]) -> None:
     assert child.process.exitcode == 0
 
 
-def test_close_in_the_middle_of_writes(start_child: Callable[..., Child]) -> None:
+def test_close_in_the_middle_of_everything(start_child: Callable[..., Child]) -> None:
     child = start_child(DECODE)
     writer = Here(PREFILL, seed=1)
     writer.transport.connect(DECODE, child.endpoint)
@@ -606,6 +604,7 @@ def test_close_in_the_middle_of_writes(start_child: Callable[..., Child]) -> Non
     for _ in range(20):
         writer.transport.write(DECODE, [Copy(0, 0, POOL)], b"x")
     assert child.wait_for(Notified) == Notified(peer=PREFILL, payload=b"x")
+    writer.transport.connect(PeerId("nobody", 1), encode_endpoint(Address(host="192.0.2.1", port=9, token="")))
     writer.close()
     assert num_descriptors_and_threads()[1] == 0
     assert child.wait_for(PeerGone).peer == PREFILL
