@@ -10,7 +10,7 @@ NUM_MODEL_HISTORIES = int(os.environ.get("BATON_MODEL_HISTORIES", "25"))
 """Of the same on a real, tiny model in float32."""
 NUM_SHORT_REQUESTS = int(os.environ.get("BATON_SHORT_REQUESTS", "1000"))
 """Requests after which a worker's memory is looked at."""
-NUM_KILLED_PUSHES = int(os.environ.get("BATON_KILLED_PUSHES", "12"))
+NUM_KILLED_PUSHES = int(os.environ.get("BATON_KILLED_PUSHES", "5"))
 """Pushes in whose middle a process is killed or stopped, of each kind."""
 
 MAX_BATCH = 250
