@@ -7,12 +7,13 @@ told over a pipe, and reports there what becomes of its pushes.
 from __future__ import annotations
 
 import asyncio
-import importlib
+import importlib.util
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -54,7 +55,13 @@ class Wire:
     name: str
     module: str
     transport: str
+    library: str = "numpy"
     copies_itself: bool = False
+
+    def missing(self) -> str | None:
+        """Why it cannot be tested, if it cannot."""
+        absent = [name for name in (self.module, self.library) if importlib.util.find_spec(name) is None]
+        return f"{', '.join(absent)}: not there" if absent else None
 
     def open(self, me: PeerId, pool: PoolMemory) -> Transport:
         transport: Transport = getattr(importlib.import_module(self.module), self.transport)(me, pool)
@@ -62,6 +69,8 @@ class Wire:
 
 
 SHM = Wire(name="shm", module="kv_transfer.transport.shm", transport="ShmTransport", copies_itself=True)
+NIXL = Wire(name="nixl", module="kv_transfer.transport.nixl", transport="NixlTransport", library="nixl_cu12")
+UCX = Wire(name="ucx", module="kv_transfer.transport.ucx", transport="UcxTransport", library="ucxx")
 
 
 def pattern(seed: int, num_blocks: int) -> Memory:
@@ -272,11 +281,9 @@ class PushWorker:
 
     def has_said(self, wanted: type[Any], key: PushKey) -> bool:
         """Whether it has said so by now; also of one that has died since."""
-        try:
+        with suppress(EOFError, ConnectionResetError):  # the pipe of a dead process ends after its last word
             while self._pipe.poll():
                 self._reports.append(self._pipe.recv())
-        except (EOFError, ConnectionResetError):
-            pass
         return self._find((wanted,), key) is not None
 
     def wait_until_nothing_is_held(self) -> None:
