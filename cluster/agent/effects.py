@@ -40,9 +40,14 @@ class ToCoordinator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStep:
-    """Run the plan; answered by exactly one StepDone or StepFailed. At most one is outstanding."""
+    """Run the plan; answered by exactly one StepDone or StepFailed. At most one is outstanding.
+
+    As soon as as many layers as a mark says have been written, LayersWritten is wanted. The step does not wait for what
+    is made of it.
+    """
 
     plan: StepPlan
+    layer_marks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

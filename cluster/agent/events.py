@@ -45,6 +45,18 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayersWritten:
+    """The KV of all of the running step's tokens lies in the pool for the first `num_layers` layers.
+
+    Comes for RunStep's `layer_marks`, in order, before the step's end. Layers that none has told of are written when
+    StepDone comes.
+    """
+
+    step_id: int
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepFailed:
     """The runner raised: nothing of the plan can be trusted."""
 
@@ -56,7 +68,11 @@ class StepFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerConnected:
+    """`transport` is what connects us. `bandwidth_bytes_per_s` was measured, None where only the peer writes."""
+
     peer: PeerId
+    transport: str = ""
+    bandwidth_bytes_per_s: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +163,7 @@ Event = (
     CoordinatorConnected
     | CoordinatorLost
     | CommandReceived
+    | LayersWritten
     | StepDone
     | StepFailed
     | PeerConnected

@@ -65,11 +65,12 @@ class JobThread:
             try:
                 result = job.work()
             except BaseException as error:  # noqa: BLE001 - whatever the job raises belongs to the one who asked for it
-                self._report(job.on_error, error)
+                self.report(job.on_error, error)
             else:
-                self._report(job.on_done, result)
+                self.report(job.on_done, result)
 
-    def _report(self, callback: Callable[[Any], None], value: object) -> None:
+    def report(self, callback: Callable[[T], None], value: T) -> None:
+        """For jobs that have something to say while they run: the callback is called on the loop, in this order."""
         # A loop that is closed has nobody left to tell.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, value)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cluster.agent.last_chunks import LastChunks
 from cluster.agent.leg_output import LegOutput
 from cluster.agent.legs import Leg, LegKind, LegTable, Phase, push_key_of
 from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.outbox import Outbox
+from cluster.agent.peer_links import PeerLinks
 from cluster.agent.pushes import Pushes, PushRefusedError
 from cluster.agent.stepper import Stepper
 from cluster.agent.translation import (
@@ -22,7 +24,6 @@ from cluster.agent.translation import (
     mismatch_of,
     peer_of,
     sequence_spec,
-    transport_of,
 )
 from cluster.core.ids import AttemptId, Outcome, WorkerId
 from cluster.core.limits import NS_PER_MS
@@ -66,6 +67,7 @@ class LegControl:
         pushes: Pushes,
         outbox: Outbox,
         legs: LegTable,
+        links: PeerLinks,
     ) -> None:
         self._config = config
         self._block_size = config.scheduler.block_size
@@ -77,6 +79,8 @@ class LegControl:
         self._outbox = outbox
         self._output = LegOutput(outbox)
         self._legs = legs
+        self._links = links
+        self._last_chunks = LastChunks(pushes, num_layers=config.num_layers, block_size=self._block_size)
         self._unstarted: dict[SequenceKey, Leg] = {}
         self._lost_peers: Recent[PeerId | None, None] = Recent(config.push_limits.max_fenced_lives)
         self._messages: list[WorkerMessage] = []
@@ -118,7 +122,6 @@ class LegControl:
         leg.pinned_blocks = cached
         leg.num_cached_tokens = len(cached) * self._block_size
         self._pool.count_lookup(body.num_input_tokens, leg.num_cached_tokens)
-        leg.kv_transport = transport_of(command.source)
         self._messages.append(
             ReserveGranted(
                 attempt=command.attempt,
@@ -136,7 +139,6 @@ class LegControl:
         leg = self._add_leg(now_ns, command.attempt, LegKind.PREFILL, Phase.RUNNING, body)
         leg.peer = peer_of(command.destination.worker)
         leg.num_blocks_ready = command.num_cached_blocks
-        leg.kv_transport = transport_of(command.destination)
         grant = Grant(
             key=leg.push_key,
             lease_id=command.lease_id,
@@ -151,6 +153,7 @@ class LegControl:
         except ValueError as error:
             self.fail(now_ns, leg, Outcome.INTERNAL, f"impossible grant: {error}", retryable=True)
             return
+        self._last_chunks.add(leg)
         self._start(now_ns, leg, SequenceMode.PREFILL_ONLY)
 
     def run_local(self, now_ns: int, command: RunLocal, body: RequestBody) -> None:
@@ -203,12 +206,18 @@ class LegControl:
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
-    def step_started(self, now_ns: int, plan: StepPlan) -> None:
+    def step_started(self, now_ns: int, plan: StepPlan) -> tuple[int, ...]:
+        """Returns the numbers of layers after which `layers_written` is wanted."""
         if self._unstarted:
             for sequence in plan.sequences:
                 leg = self._unstarted.pop(sequence.key, None)
                 if leg is not None:
                     leg.started_ns = now_ns
+        return self._last_chunks.step_started(plan)
+
+    def layers_written(self, now_ns: int, num_layers: int) -> None:
+        """By the running step."""
+        self._last_chunks.layers_written(now_ns, num_layers)
 
     def step_done(self, now_ns: int, outcome: StepOutcome) -> None:
         for key in outcome.preempted:
@@ -340,12 +349,15 @@ class LegControl:
         if num_ready > leg.num_blocks_ready:
             indices = range(leg.num_blocks_ready, num_ready)
             leg.num_blocks_ready = num_ready
-            blocks = [(index, progress.block_table[index]) for index in indices]
-            self._pushes.blocks_ready(now_ns, leg.push_key, blocks)
+            if not self._last_chunks.complete(now_ns, leg):
+                blocks = [(index, progress.block_table[index]) for index in indices]
+                self._pushes.blocks_ready(now_ns, leg.push_key, blocks)
 
     def _on_first_tokens(self, now_ns: int, leg: Leg, tokens: list[EmittedToken]) -> None:
         """Prefill is done. Its blocks stay in use by the push alone."""
+        self._last_chunks.remove(leg)
         self._pool.release(self._stepper.scheduler.take_blocks(leg.lead_key))
+        leg.kv_transport = self._links.transport_of(leg.peer)
         self._output.hand_over(now_ns, leg)
         outcome = None if leg.running else leg.outcome
         self._messages.append(PrefillDone(attempt=leg.attempt, outcome=outcome, timeline=leg.timeline(now_ns)))
@@ -387,6 +399,7 @@ class LegControl:
             self.fail(now_ns, leg, Outcome.INTERNAL, str(error), retryable=False)
             return
         leg.joined_ns = now_ns
+        leg.kv_transport = self._links.transport_of(leg.peer)
         leg.kv_bytes = arrived.stats.size_bytes
         leg.kv_early_bytes = arrived.stats.early_bytes
         self._messages.append(Committed(attempt=leg.attempt, timeline=leg.timeline(now_ns)))
@@ -421,6 +434,7 @@ class LegControl:
         if leg.phase is Phase.CLOSING:
             return
         self._unstarted.pop(leg.lead_key, None)
+        self._last_chunks.remove(leg)
         pinned, leg.pinned_blocks = leg.pinned_blocks, []
         self._legs.leave(leg, Phase.CLOSING)
         self._output.drop(leg)
@@ -431,6 +445,7 @@ class LegControl:
             self._pushes.cancel(now_ns, leg.push_key, reason)
 
     def check_invariants(self) -> None:
+        self._last_chunks.check_invariants()
         for key, leg in self._unstarted.items():
             assert leg.lead_key == key and self._legs.get(leg.attempt) is leg and leg.phase is Phase.RUNNING
         for leg in self._legs:

@@ -9,6 +9,10 @@ from cluster.core.messages import Prefill, Reserve, RunLocal, WorkerHello
 from engine.core.scheduler import SchedulerConfig
 from kv_transfer.protocol.limits import PushLimits
 
+NUM_LAYER_GROUPS = 6
+"""In about so many groups of layers the blocks of a prompt's last chunk are pushed while it is computed. More of them
+leave less to push after the last layer, but make smaller copies."""
+
 Work = Reserve | Prefill | RunLocal
 """The commands that start a leg."""
 
@@ -56,7 +60,7 @@ class WorkerStateConfig:
 
     Attributes:
         hello: what the worker says of itself when it registers; load and inventory are filled in each time.
-        num_blocks: size of the KV pool. model_fingerprint: part of every block hash.
+        num_blocks: size of the KV pool. num_layers: of a block. model_fingerprint: part of every block hash.
         accepts: the kinds of work that the worker's role takes; any other is refused.
         max_reserved_blocks: watermark on reserved plus quarantined blocks, None for the pool's default.
         checksums: whether pushed blocks are summed and verified.
@@ -65,6 +69,7 @@ class WorkerStateConfig:
     hello: WorkerHello
     scheduler: SchedulerConfig
     num_blocks: int
+    num_layers: int
     model_fingerprint: str
     accepts: tuple[type[Work], ...] = (Reserve, Prefill, RunLocal)
     max_reserved_blocks: int | None = None

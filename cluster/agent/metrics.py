@@ -31,6 +31,7 @@ class WorkerMetrics:
         sequences.add_metric((*self._labels, "waiting"), load.num_waiting)
         yield sequences
         yield self._counter("baton_steps", "Steps that the engine has run.", load.num_steps)
+        yield self._links()
 
     def _prefix_cache(self) -> Iterator[Metric]:
         counters = self._state.pool.prefix_counters()
@@ -65,6 +66,18 @@ class WorkerMetrics:
         family = GaugeMetricFamily("baton_kv_blocks", "Blocks of the KV pool by state.", labels=(*_LABELS, "state"))
         for state in ("free", "active", "cached", "reserved", "quarantined"):
             family.add_metric((*self._labels, state), getattr(counts, state))
+        return family
+
+    def _links(self) -> Metric:
+        family = GaugeMetricFamily(
+            "baton_kv_link_bandwidth_bytes_per_second",
+            "What was measured when the connection over which this worker pushes KV to the peer was made.",
+            labels=(*_LABELS, "peer", "transport"),
+        )
+        # Of two lives of one name, the later one: a page has every combination of labels once.
+        by_name = {link.peer.name: link for link in self._state.links()}
+        for name, link in by_name.items():
+            family.add_metric((*self._labels, name, link.transport), link.bandwidth_bytes_per_s)
         return family
 
     def _counter(self, name: str, documentation: str, value: int) -> Metric:

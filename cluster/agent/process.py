@@ -30,7 +30,7 @@ from cluster.agent.token_server import TokenService
 from cluster.agent.transport_port import TransportPort
 from cluster.wire.channels import bind, make_server
 from cluster.wire.metrics_server import MetricsServer
-from engine.core.step import StepPlan, StepResult
+from engine.core.step import StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -196,8 +196,8 @@ class _Worker:
 
     def _execute(self, effect: fx.Effect) -> None:
         match effect:
-            case fx.RunStep(plan=plan):
-                self._run_step(plan)
+            case fx.RunStep():
+                self._run_step(effect)
             case fx.SendRuns(front=front, runs=runs):
                 self.tokens.send(front, runs)
             case fx.RefuseFront(front=front):
@@ -221,10 +221,22 @@ class _Worker:
 
     # ---- threads ---------------------------------------------------------------------------------------------
 
-    def _run_step(self, plan: StepPlan) -> None:
+    def _run_step(self, effect: fx.RunStep) -> None:
+        plan, marks = effect.plan, frozenset(effect.layer_marks)
+        num_written = 0
+
+        def layer_written(layer: int) -> None:
+            nonlocal num_written
+            if layer != num_written:
+                return  # a model that takes its layers in another order: they are pushed when the step is over
+            num_written += 1
+            if num_written in marks:
+                event = ev.LayersWritten(step_id=plan.step_id, num_layers=num_written)
+                self._engine_thread.report(self.post, event)
+
         def run() -> tuple[StepResult, int]:
             start_ns = time.monotonic_ns()
-            result = self._engine.run(plan)
+            result = self._engine.run(plan, layer_written if marks else None)
             return result, time.monotonic_ns() - start_ns
 
         def done(outcome: tuple[StepResult, int]) -> None:
@@ -247,7 +259,7 @@ class _Worker:
         def failed(error: BaseException) -> None:
             self._end(RuntimeError(f"cannot verify blocks: {error}"))
 
-        self._verifier.submit(lambda: self._engine.checksums(effect.block_ids), done, failed)
+        self._verifier.submit(lambda: self._engine.checksums(effect.block_ids, effect.layers), done, failed)
 
     # ---- time ------------------------------------------------------------------------------------------------
 

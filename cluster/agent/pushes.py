@@ -71,10 +71,12 @@ class PushNotices:
 class Pushes:
     """See the module docstring. Effects for the owner are collected until `take_effects`."""
 
-    def __init__(self, pool: BlockPool, limits: PushLimits, *, checksums: bool, block_size_bytes: int) -> None:
+    def __init__(
+        self, pool: BlockPool, limits: PushLimits, *, checksums: bool, block_size_bytes: int, num_layers: int
+    ) -> None:
         self._pool = pool
-        self._sender = PushSender(limits, checksums, block_size_bytes)
-        self._receiver = PushReceiver(limits, checksums)
+        self._sender = PushSender(limits, checksums, block_size_bytes, num_layers=num_layers)
+        self._receiver = PushReceiver(limits, checksums, num_layers=num_layers)
         self._block_size_bytes = block_size_bytes
         self._sources: dict[PushKey, list[int]] = {}
         """Pushes from here: the blocks they have a use of."""
@@ -116,14 +118,18 @@ class Pushes:
         self._sources[grant.key] = []
         self._absorb(effects, endpoints)
 
-    def blocks_ready(self, now_ns: int, key: PushKey, blocks: Sequence[tuple[int, int]]) -> None:
-        """(index, block id) pairs whose KV is final; ignored once the push has ended."""
+    def blocks_ready(
+        self, now_ns: int, key: PushKey, blocks: Sequence[tuple[int, int]], layers: range | None = None
+    ) -> None:
+        """(index, block id) pairs whose KV is final, in these layers alone if they are given; ignored once the push has
+        ended. The push takes its use of a block with the first layer, and reads all others from there."""
         if key not in self._sources:
             return
-        block_ids = [block_id for _, block_id in blocks]
-        self._pool.acquire(block_ids)
-        self._sources[key] += block_ids
-        self._absorb(self._sender.blocks_ready(now_ns, key, blocks))
+        if layers is None or layers.start == 0:
+            block_ids = [block_id for _, block_id in blocks]
+            self._pool.acquire(block_ids)
+            self._sources[key] += block_ids
+        self._absorb(self._sender.blocks_ready(now_ns, key, blocks, layers))
 
     def finish(self, now_ns: int, key: PushKey, num_tokens: int, first_tokens: Sequence[FirstToken]) -> None:
         """The prompt is computed and the first tokens are drawn: end the push once everything is written."""

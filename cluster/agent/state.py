@@ -17,6 +17,7 @@ from cluster.agent.legs import LegTable, push_key_of
 from cluster.agent.limits import Work, WorkerStateConfig
 from cluster.agent.link import CoordinatorLink
 from cluster.agent.outbox import Outbox
+from cluster.agent.peer_links import PeerLinks
 from cluster.agent.pushes import Pushes
 from cluster.agent.stepper import Stepper
 from cluster.core.ids import FrontId, Outcome
@@ -26,6 +27,7 @@ from cluster.core.messages import (
     CancelLeg,
     CommandBody,
     Heartbeat,
+    LinkReport,
     PeerLost,
     Prefill,
     Reserve,
@@ -58,6 +60,7 @@ class WorkerState:
             config.push_limits,
             checksums=config.checksums,
             block_size_bytes=config.hello.block_size_bytes,
+            num_layers=config.num_layers,
         )
         self._block_reporter = BlockReporter(
             self._pool,
@@ -66,6 +69,7 @@ class WorkerState:
         )
         self._outbox = Outbox(limits)
         self._legs = LegTable(limits.max_cancelled_attempts)
+        self._links = PeerLinks()
         self._control = LegControl(
             config,
             pool=self._pool,
@@ -73,6 +77,7 @@ class WorkerState:
             pushes=self._pushes,
             outbox=self._outbox,
             legs=self._legs,
+            links=self._links,
         )
         self._link = CoordinatorLink(config.hello.ref.worker, grace_ns=limits.coordinator_grace_ns, now_ns=now_ns)
         self._reports: list[WorkerMessage] = []
@@ -125,6 +130,10 @@ class WorkerState:
             prefix_hit_tokens=prefix.num_hit_tokens,
         )
 
+    def links(self) -> tuple[LinkReport, ...]:
+        """What this worker writes over, by peer."""
+        return self._links.reports()
+
     @property
     def pool(self) -> BlockPool:
         """To look at (the simulator and tests do); only WorkerState changes it."""
@@ -160,9 +169,9 @@ class WorkerState:
         effects: list[Effect] = []
         plan = self._stepper.next_plan()
         if plan is not None:
-            self._control.step_started(now_ns, plan)
+            layer_marks = self._control.step_started(now_ns, plan)
             self._step_due_ns = now_ns + self._config.limits.max_step_ns
-            effects.append(RunStep(plan=plan))
+            effects.append(RunStep(plan=plan, layer_marks=layer_marks))
         effects += self._pushes.take_effects()
         effects += self._outbox.flush()
         effects += [RefuseFront(front=front) for front in self._refused_fronts]
@@ -177,6 +186,9 @@ class WorkerState:
 
     def _dispatch(self, now_ns: int, event: ev.Event) -> None:
         match event:
+            case ev.LayersWritten(step_id=step_id, num_layers=num_layers):
+                assert self._stepper.is_running(step_id), f"step {step_id} is over"
+                self._control.layers_written(now_ns, num_layers)
             case ev.StepDone(result=result, duration_ns=duration_ns):
                 self._step_due_ns = None
                 self._control.step_done(now_ns, self._stepper.done(result, duration_ns))
@@ -218,13 +230,16 @@ class WorkerState:
                 self._pushes.write_broken(now_ns, write_id, quiesced, reason)
             case ev.Verified(key=key, chunk=chunk, bad_block_ids=bad_block_ids):
                 self._pushes.verified(now_ns, key, chunk, bad_block_ids)
-            case ev.PeerConnected(peer=peer):
+            case ev.PeerConnected(peer=peer, transport=transport, bandwidth_bytes_per_s=bandwidth_bytes_per_s):
+                self._links.connected(peer, transport, bandwidth_bytes_per_s)
                 self._pushes.connected(now_ns, peer)
             case ev.PeerConnectFailed(peer=peer, reason=reason):
                 self._pushes.connect_failed(now_ns, peer, reason)
             case ev.PeerGone(peer=peer, reason=reason):
+                self._links.gone(peer)
                 self._pushes.peer_gone(now_ns, peer, reason)
             case ev.FenceDone(peer=peer):
+                self._links.gone(peer)
                 self._control.fenced(now_ns, peer)
             case _:
                 raise AssertionError(f"not an event: {event}")
@@ -282,4 +297,5 @@ class WorkerState:
             limit_s = self._config.limits.max_step_ns / NS_PER_S
             self._shutdown_reason = f"a step has not ended in {limit_s:g} s"
         elif self._link.is_heartbeat_due(now_ns):
-            self._reports.append(Heartbeat(load=self.load(), leases=self._pushes.leases(now_ns)))
+            leases = self._pushes.leases(now_ns)
+            self._reports.append(Heartbeat(load=self.load(), leases=leases, links=self.links()))

@@ -28,6 +28,9 @@ class Stepper:
             self._planned = dict.fromkeys(sequence.key for sequence in self._plan.sequences)
         return self._plan
 
+    def is_running(self, step_id: int) -> bool:
+        return self._plan is not None and self._plan.step_id == step_id
+
     def done(self, result: StepResult, duration_ns: int) -> StepOutcome:
         assert self._plan is not None and result.step_id == self._plan.step_id, "a result that no plan asked for"
         self.costs.add(self._plan, duration_ns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster.agent.legs import Leg
 from cluster.core.ids import WorkerId
-from cluster.core.messages import Block, WorkerRef
+from cluster.core.messages import Block
 from engine.core.block_hash import extra_key, hash_blocks
 from engine.core.outcome import EmittedToken
 from engine.core.request import RequestBody
@@ -15,10 +15,6 @@ from kv_transfer.transport.base import PeerId
 
 def peer_of(worker: WorkerId) -> PeerId:
     return PeerId(worker.name, worker.incarnation)
-
-
-def transport_of(ref: WorkerRef) -> str:
-    return ref.endpoints[0].transport if ref.endpoints else ""
 
 
 def block_grants(blocks: tuple[Block, ...]) -> tuple[BlockGrant, ...]:

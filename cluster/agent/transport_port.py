@@ -14,13 +14,14 @@ from cluster.agent import events as ev
 from kv_transfer.protocol.codec import MalformedMessageError, decode, encode
 from kv_transfer.protocol.layout import KVLayout
 from kv_transfer.protocol.plan import plan_block_copies, plan_copies
+from kv_transfer.transport.auto import AutoTransport
 from kv_transfer.transport.base import (
     Connected,
     ConnectFailed,
     Fenced,
     Notified,
     PeerGone,
-    Transport,
+    PeerId,
     TransportError,
     TransportEvent,
     UnknownPeerError,
@@ -35,7 +36,7 @@ class TransportPort:
     """All calls come from the loop's thread."""
 
     def __init__(
-        self, transport: Transport, layout: KVLayout, *, checksums: bool, post: Callable[[ev.Event], None]
+        self, transport: AutoTransport, layout: KVLayout, *, checksums: bool, post: Callable[[ev.Event], None]
     ) -> None:
         self._transport = transport
         self._layout = layout
@@ -71,7 +72,8 @@ class TransportPort:
     def write(self, effect: fx.WriteBlocks) -> None:
         targets = [block.block_id for block in effect.message.blocks]
         pairs = list(zip(effect.source_blocks, targets, strict=True))
-        copies = (plan_block_copies if self._checksums else plan_copies)(pairs, self._layout)
+        plan = plan_block_copies if self._checksums else plan_copies
+        copies = plan(pairs, self._layout, effect.message.layers)
         try:
             handle = self._transport.write(effect.peer, copies, encode(effect.message), checksum=self._checksums)
         except TransportError as error:
@@ -92,8 +94,7 @@ class TransportPort:
     def _on_event(self, event: TransportEvent) -> None:
         match event:
             case Connected(peer=peer):
-                logger.info("connected to %s#%d over %s", peer.name, peer.incarnation, self._transport.name)
-                self._post(ev.PeerConnected(peer=peer))
+                self._on_connected(peer)
             case ConnectFailed(peer=peer, reason=reason):
                 logger.warning("cannot connect to %s#%d: %s", peer.name, peer.incarnation, reason)
                 self._post(ev.PeerConnectFailed(peer=peer, reason=reason))
@@ -112,6 +113,18 @@ class TransportPort:
                 write_id = self._end_write(handle)
                 if write_id is not None:
                     self._post(ev.WriteBroken(write_id=write_id, quiesced=quiesced, reason=reason))
+
+    def _on_connected(self, peer: PeerId) -> None:
+        link = next((link for link in self._transport.links() if link.peer == peer), None)
+        if link is None:
+            backend = self._transport.backend_of(peer)
+            logger.info("%s#%d has connected over %s", peer.name, peer.incarnation, backend)
+            self._post(ev.PeerConnected(peer=peer, transport=backend))
+            return
+        bandwidth_bytes_per_s = round(link.bandwidth_bytes_per_s)
+        gigabytes_per_s = bandwidth_bytes_per_s / 1e9
+        logger.info("connected to %s#%d over %s, %.2f GB/s", peer.name, peer.incarnation, link.backend, gigabytes_per_s)
+        self._post(ev.PeerConnected(peer=peer, transport=link.backend, bandwidth_bytes_per_s=bandwidth_bytes_per_s))
 
     def _on_payload(self, event: Notified, payload: bytes) -> None:
         try:

@@ -6,10 +6,12 @@ from typing import Any
 
 from baton.v1 import admin_pb2
 from cluster.cli.tables import format_bytes, format_table
+from cluster.core.links import slow_link_text
 
 _BLOCK_STATES = ("total", "free", "active", "cached", "reserved", "quarantined")
 # Narrow enough for a terminal of 100 columns.
 _BLOCK_HEADER = ("BLOCKS", "FREE", "ACTIVE", "CACHED", "RESV", "QUAR")
+_LINK_HEADER = ("PUSHES FROM", "TO", "OVER", "GB/S")
 _WORKER_HEADER = ("WORKER", "STATE", "INCARNATION", "PID", "HOST", "RUN", "WAIT", *_BLOCK_HEADER, "HIT%")
 
 
@@ -31,6 +33,17 @@ def status_json(status: admin_pb2.GetStatusResponse) -> dict[str, Any]:
             }
             for pool in status.pools
         ],
+        "links": [
+            {
+                "writer": link.writer,
+                "peer": link.peer,
+                "transport": link.transport,
+                "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
+                "median_bytes_per_s": link.median_bytes_per_s,
+                "is_slow": link.is_slow,
+            }
+            for link in status.links
+        ],
     }
 
 
@@ -49,6 +62,8 @@ def status_text(status: admin_pb2.GetStatusResponse) -> str:
     for pool in status.pools:
         parts.append("\n".join([_pool_title(pool), header, *lines[: len(pool.workers)]]))
         del lines[: len(pool.workers)]
+    if status.links:
+        parts.append(_links_text(status))
     return "\n\n".join(parts)
 
 
@@ -90,6 +105,20 @@ def leases_text(response: admin_pb2.GetLeasesResponse) -> str:
         for lease in response.leases
     ]
     return format_table(("LEASE", "REQUEST", "SIDE", "WORKER", "PEER", "BLOCKS", "SIZE", "AGE S", "LEFT S"), rows)
+
+
+def _links_text(status: admin_pb2.GetStatusResponse) -> str:
+    """One line a link, then a warning for each that is slow."""
+    rows = []
+    warnings = []
+    for link in status.links:
+        # Of their lives, whose numbers are long, the workers' own lines tell.
+        writer, peer = link.writer.partition("#")[0], link.peer.partition("#")[0]
+        rows.append((writer, peer, link.transport, f"{link.bandwidth_bytes_per_s / 1e9:.2f}"))
+        if link.is_slow:
+            text = slow_link_text(writer, peer, link.transport, link.bandwidth_bytes_per_s, link.median_bytes_per_s)
+            warnings.append(f"warning: {text}")
+    return "\n".join([format_table(_LINK_HEADER, rows), *warnings])
 
 
 def _engine_part(engines: list[str]) -> str:

@@ -15,7 +15,8 @@ from cluster.core.ids import Role
 VERSION: Final = 1
 MODEL_PRESETS: Final = ("smollm2-135m-instruct", "gemma-3-270m")
 DTYPES: Final = ("float32", "bfloat16")
-TRANSPORTS: Final = ("auto", "shm")
+TRANSPORTS: Final = ("auto", "shm", "nixl", "ucx")
+NO_NCCL_HINT: Final = "nccl is not offered yet"
 DEVICES: Final = ("cpu", "cuda")
 CHECKSUMS: Final = ("full", "off")
 
@@ -97,7 +98,8 @@ class KVConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportConfig:
-    """How KV is pushed. `checksum`: `full` verifies every block on arrival."""
+    """How KV is pushed. `kind`: one backend for all, or `auto` for the best of them that connects each pair of workers.
+    `checksum`: `full` verifies every block on arrival."""
 
     kind: str = "auto"
     checksum: str = "full"
@@ -309,7 +311,7 @@ def _check_pool_sizes(section: Section, pool: PoolConfig, model: ModelConfig, kv
 
 def _parse_transport(section: Section) -> TransportConfig:
     transport = TransportConfig(
-        kind=section.choice("kind", TRANSPORTS, default="auto"),
+        kind=section.choice("kind", TRANSPORTS, default="auto", hints={"nccl": NO_NCCL_HINT}),
         checksum=section.choice("checksum", CHECKSUMS, default="full"),
     )
     section.finish()

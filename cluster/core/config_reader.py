@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, NoReturn
 
 from cluster.core.errors import ConfigError
@@ -88,10 +88,14 @@ class Section:
             self.refuse(key, describe(value), expected)
         return value
 
-    def choice(self, key: str, choices: tuple[str, ...], *, default: str | None = None) -> str:
+    def choice(
+        self, key: str, choices: tuple[str, ...], *, default: str | None = None, hints: Mapping[str, str] | None = None
+    ) -> str:
+        """`hints`: what to say of a value that somebody may well try, and that is none of the choices."""
         value = self.text(key, default=default, pattern=r"(?s).*", expected=_one_of(choices))
         if value not in choices:
-            self.refuse(key, describe(value), _one_of(choices), hint=_nearest_hint(value, choices))
+            hint = (hints or {}).get(value) or _nearest_hint(value, choices)
+            self.refuse(key, describe(value), _one_of(choices), hint=hint)
         return value
 
     def integer(self, key: str, *, default: int | None = None, minimum: int, maximum: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.core.ids import FrontId, WorkerId
+from cluster.core.links import Link
 from cluster.core.messages import Command, ToFrontMessage
 
 
@@ -40,4 +41,11 @@ class GiveUpWorker:
     reason: str
 
 
-Effect = ToWorker | ToFront | DropBody | GiveUpWorker
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarnOfLink:
+    """Tell operators, in the log: the link is slow beside the others between its two pools. Once for each link."""
+
+    link: Link
+
+
+Effect = ToWorker | ToFront | DropBody | GiveUpWorker | WarnOfLink

@@ -30,6 +30,8 @@ MAX_LIVE_REQUESTS: Final = 100_000
 """Requests the coordinator knows at once, waiting and running together."""
 MAX_REMEMBERED_ATTEMPTS: Final = 100_000
 """Forgotten requests whose number of attempts is remembered; the oldest are forgotten for good."""
+SLOW_LINK_FRACTION: Final = 0.25
+"""A link of less than so much of the median bandwidth between its two pools is warned of."""
 MAX_WORKERS: Final = 4096
 """Workers registered at once."""
 MAX_LOST_NAMES: Final = 16_384

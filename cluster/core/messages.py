@@ -282,9 +282,19 @@ class WorkerHello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkReport:
+    """A connection over which the worker writes to a peer, and the bandwidth measured when it was made."""
+
+    peer: WorkerId
+    transport: str
+    bandwidth_bytes_per_s: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     load: WorkerLoad
     leases: tuple[LeaseInfo, ...] = ()
+    links: tuple[LinkReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from cluster.core.effects import DropBody, Effect, GiveUpWorker, ToFront, ToWorker
+from cluster.core.effects import DropBody, Effect, GiveUpWorker, ToFront, ToWorker, WarnOfLink
 from cluster.core.ids import FrontId, WorkerId
+from cluster.core.links import Link
 from cluster.core.messages import Command, CommandBody, ToFrontMessage
 
 
@@ -26,6 +27,9 @@ class Outbox:
 
     def give_up(self, worker: WorkerId, reason: str) -> None:
         self._effects.append(GiveUpWorker(worker=worker, reason=reason))
+
+    def warn_of(self, link: Link) -> None:
+        self._effects.append(WarnOfLink(link=link))
 
     def take(self) -> list[Effect]:
         effects, self._effects = self._effects, []

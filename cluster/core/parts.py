@@ -9,6 +9,7 @@ from cluster.core.config import ClusterConfig
 from cluster.core.ids import FrontId
 from cluster.core.leases import LeaseLedger
 from cluster.core.limits import NS_PER_S
+from cluster.core.links import LinkTable
 from cluster.core.outbox import Outbox
 from cluster.core.queue import RequestQueue
 from cluster.core.requests import RequestTable
@@ -27,6 +28,7 @@ class Parts:
     requests: RequestTable = field(default_factory=RequestTable)
     attempts: AttemptTable = field(default_factory=AttemptTable)
     leases: LeaseLedger = field(default_factory=LeaseLedger)
+    links: LinkTable = field(default_factory=LinkTable)
     timers: Timers = field(default_factory=Timers)
     fronts: dict[str, FrontId] = field(default_factory=dict)
     num_leases_made: int = 0

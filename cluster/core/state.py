@@ -103,12 +103,21 @@ class ClusterState:
     def check_invariants(self) -> None:
         """Raises AssertionError if the parts contradict themselves or each other."""
         parts = self._parts
-        for part in (parts.queue, parts.requests, parts.attempts, parts.workers, parts.leases, parts.timers):
+        for part in (
+            parts.queue,
+            parts.requests,
+            parts.attempts,
+            parts.workers,
+            parts.leases,
+            parts.links,
+            parts.timers,
+        ):
             part.check_invariants()
         self._check_requests()
         self._check_attempts()
         self._check_leases()
         self._check_timers()
+        assert all(parts.workers.get(writer) is not None for writer in parts.links.writers()), "a lost worker's link"
 
     def _from_front(self, now_ns: int, front: FrontId, message: FrontMessage) -> None:
         parts = self._parts

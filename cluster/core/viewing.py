@@ -35,6 +35,7 @@ def view_cluster(parts: Parts, now_ns: int) -> ClusterView:
         num_queued=len(parts.queue),
         num_running=sum(request.phase in PLACED_PHASES for request in parts.requests.all()),
         num_leases=len(parts.leases),
+        links=parts.links.all(),
     )
 
 

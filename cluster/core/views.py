@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.core.ids import AttemptId, FrontId, Role, WorkerId
+from cluster.core.links import Link
 from cluster.core.messages import BlockCounts, WorkerLoad
 
 
@@ -49,7 +50,10 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterView:
-    """`num_running` counts requests with a place; the rest of `num_requests` waits, for a place or for a front."""
+    """`num_running` counts requests with a place; the rest of `num_requests` waits, for a place or for a front.
+
+    `links`: by writer and peer.
+    """
 
     name: str
     epoch: int
@@ -59,6 +63,7 @@ class ClusterView:
     num_queued: int
     num_running: int
     num_leases: int
+    links: tuple[Link, ...]
 
     @property
     def is_ready(self) -> bool:

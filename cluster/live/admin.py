@@ -7,6 +7,7 @@ from typing import Final
 from baton.v1 import admin_pb2
 from cluster.core.config import ClusterConfig, PoolConfig
 from cluster.core.limits import NS_PER_S
+from cluster.core.links import Link
 from cluster.core.messages import BlockCounts
 from cluster.core.views import ClusterView, LeaseView, PoolView, WorkerView
 
@@ -24,6 +25,7 @@ def status_response(config: ClusterConfig, view: ClusterView, uptime_ns: int) ->
         num_running=view.num_running,
         num_fronts=len(view.fronts),
         uptime_s=uptime_ns / NS_PER_S,
+        links=[_link_status(link) for link in view.links],
     )
 
 
@@ -74,6 +76,17 @@ def _worker_status(worker: WorkerView) -> admin_pb2.WorkerStatus:
         ),
         metrics_address=worker.metrics_address,
         engine=worker.engine,
+    )
+
+
+def _link_status(link: Link) -> admin_pb2.LinkStatus:
+    return admin_pb2.LinkStatus(
+        writer=str(link.writer),
+        peer=str(link.peer),
+        transport=link.transport,
+        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+        median_bytes_per_s=link.median_bytes_per_s,
+        is_slow=link.is_slow,
     )
 
 

@@ -142,6 +142,8 @@ class Driver:
                 self._bodies.pop(effect.request_id, None)
             case effects.GiveUpWorker():
                 self._give_up(effect)
+            case effects.WarnOfLink(link=link):
+                logger.warning("slow link: %s", link)
 
     def _to_worker(self, effect: effects.ToWorker) -> None:
         stream = self._workers.get(effect.worker)

@@ -23,7 +23,7 @@ from cluster.live.cluster_record import ClusterRecord, ClusterRecords
 from cluster.live.config_file import ClusterFile
 from cluster.live.environment import Environment
 from cluster.live.plan import make_plan
-from cluster.live.preflight import ModelFacts, check_cores, check_memory, check_model, check_ports
+from cluster.live.preflight import ModelFacts, check_cores, check_memory, check_model, check_ports, check_transport
 from cluster.live.ray_head import access_variables, make_temp_dir, remove_temp_dir, start_ray
 from cluster.live.readiness import wait_until_ready
 from cluster.live.run_processes import end_run_processes, find_run_processes, is_alive, own_start_time_s
@@ -47,6 +47,7 @@ def start_cluster(file: ClusterFile, environment: Environment, progress: Progres
     _make_way(file.config.name, records, environment, progress)
     if environment.ray_address is None:
         check_cores(file)
+        check_transport(file)
         check_memory(file, facts)
         check_ports(file)
     record = _first_record(file, environment)

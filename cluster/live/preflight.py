@@ -1,4 +1,4 @@
-"""What can be found wrong with a cluster file before anything is started: model, memory, ports, cores."""
+"""What can be found wrong with a cluster file before anything is started: model, memory, ports, cores, transport."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from engine.model.importer import is_complete
 from engine.model.packaged_models import PACKAGED_MODELS
 from engine.model.select import read_model
 from kv_transfer.protocol.layout import KVLayout, LayerGroup
+from kv_transfer.transport.backends import why_unavailable
 
 WORKER_BYTES: Final = 700 * 10**6
 """What a worker uses at most besides its weights and its pool."""
@@ -185,6 +186,16 @@ def check_cores(file: ClusterFile, allowed: frozenset[int] | None = None) -> Non
                 raise file.error(
                     ("pools", i, "cores", j), f"core {missing[0]}", f"cores of this machine: {_ranges(sorted(present))}"
                 )
+
+
+def check_transport(file: ClusterFile) -> None:
+    """Raises ConfigError where the one transport asked for is not installed on this machine."""
+    kind = file.config.transport.kind
+    reason = None if kind == "auto" else why_unavailable(kind)
+    if reason is not None:
+        raise file.error(
+            ("transport", "kind"), f"{kind}, which cannot be used ({reason})", "a transport that is installed"
+        )
 
 
 def _check_context(file: ClusterFile, facts: ModelFacts, model_limit: int) -> None:

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 from cluster.core.ids import Outcome, WorkerId
 from cluster.sim.client import Violation
+from cluster.sim.fabric import Landing
 from cluster.sim.world import World
 from engine.core.block_pool import BlockState
-from kv_transfer.protocol.messages import BlockGrant
-from kv_transfer.transport.base import PeerId
 
 WRITABLE = (BlockState.RESERVED, BlockState.QUARANTINED)
 
 
 def watch_landings(world: World) -> None:
-    """From now on every one-sided write is judged as it lands: only a block that is still granted may be written."""
+    """From now on every one-sided write is judged as it lands: only a block that is still granted may be written, and
+    only in the layers that its message names."""
 
-    def judge(sender: PeerId, receiver: PeerId, grant: BlockGrant) -> None:
+    def judge(landing: Landing) -> None:
+        sender, receiver, grant = landing.sender, landing.receiver, landing.grant
         worker = WorkerId(receiver.name, receiver.incarnation)
-        pool = next(node for node in world.all_workers if node.worker == worker).state.pool
+        node = next(node for node in world.all_workers if node.worker == worker)
+        pool = node.state.pool
         state, generation = pool.state(grant.block_id), pool.generation(grant.block_id)
         world.num_late_copies += state is BlockState.QUARANTINED
+        world.num_partial_copies += len(landing.layers) < node.memory.num_layers
         if state not in WRITABLE or generation != grant.generation:
             raise Violation(
                 f"a write of {sender.name}#{sender.incarnation} lands in block {grant.block_id} of {worker}, which is "
                 f"{state.name.lower()} at generation {generation}, but was granted at {grant.generation}"
+            )
+        place = node.memory.layout.layers_slice(grant.block_id, landing.layers)
+        if (landing.copy.target_bytes, landing.copy.size_bytes) != place:
+            raise Violation(
+                f"a write of {sender.name}#{sender.incarnation} to {landing.layers} of block {grant.block_id} of "
+                f"{worker} lands elsewhere: {landing.copy}"
             )
 
     world.fabric.observe_landing = judge

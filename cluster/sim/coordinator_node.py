@@ -131,6 +131,8 @@ class CoordinatorNode:
                 if given_up is not None:
                     given_up.close()
                 self._end_worker(effect.worker)
+            case effects.WarnOfLink():
+                raise AssertionError("simulated links have no measured bandwidth")
 
     def _to_worker(self, effect: effects.ToWorker) -> None:
         stream = self._workers.get(effect.worker)

@@ -75,20 +75,48 @@ def prompt_logprobs(prompt_ids: Sequence[int], sampling: SamplingParams) -> list
     return scores
 
 
-def run_plan(plan: StepPlan, memory: KVMemory, variant: int = 0) -> StepResult:
-    """Reads each sequence's KV through its block table, writes that of the step's tokens, scores and draws."""
-    tokens: list[tuple[SampledToken, ...]] = []
-    scores: dict[int, list[ScoredToken]] = {}
-    for index, step in enumerate(plan.sequences):
-        context = ContextHash(memory.read(step.block_table, step.start))
-        for offset, token_id in enumerate(step.token_ids):
-            memory.write_slot(step.block_table, step.start + offset, context.append(token_id))
-            if offset < len(step.scored_ids):
-                scored_id = step.scored_ids[offset]
-                scored = ScoredToken(token_id=scored_id, logprob=logprob(context, scored_id))
-                scores.setdefault(index, []).append(scored)
-        tokens.append(_sample(step, context, variant) if step.sample else ())
-    return StepResult(step_id=plan.step_id, tokens=tokens, scores=scores)
+class StepRun:
+    """A step under way. It computes at its first layer, or before if it is told to, and writes layer by layer."""
+
+    def __init__(self, plan: StepPlan, memory: KVMemory, variant: int = 0) -> None:
+        self._plan = plan
+        self._memory = memory
+        self._variant = variant
+        self._slots: list[tuple[list[int], int, int]] = []
+        """(block table, position, content) of what it writes."""
+        self._result: StepResult | None = None
+        self._num_layers_written = 0
+
+    def compute(self) -> StepResult:
+        """Reads each sequence's KV through its block table, scores and draws."""
+        if self._result is not None:
+            return self._result
+        tokens: list[tuple[SampledToken, ...]] = []
+        scores: dict[int, list[ScoredToken]] = {}
+        for index, step in enumerate(self._plan.sequences):
+            context = ContextHash(self._memory.read(step.block_table, step.start))
+            for offset, token_id in enumerate(step.token_ids):
+                self._slots.append((step.block_table, step.start + offset, context.append(token_id)))
+                if offset < len(step.scored_ids):
+                    scored_id = step.scored_ids[offset]
+                    scored = ScoredToken(token_id=scored_id, logprob=logprob(context, scored_id))
+                    scores.setdefault(index, []).append(scored)
+            tokens.append(_sample(step, context, self._variant) if step.sample else ())
+        self._result = StepResult(step_id=self._plan.step_id, tokens=tokens, scores=scores)
+        return self._result
+
+    def write_layers(self, num_layers: int) -> None:
+        """Up to so many of them."""
+        self.compute()
+        layers = range(self._num_layers_written, num_layers)
+        if layers:
+            for block_table, position, content in self._slots:
+                self._memory.write_slot(block_table, position, content, layers)
+            self._num_layers_written = num_layers
+
+    def finish(self) -> StepResult:
+        self.write_layers(self._memory.num_layers)
+        return self.compute()
 
 
 def _sample(step: SequenceStep, context: ContextHash, variant: int) -> tuple[SampledToken, ...]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from cluster.sim.kernel import Kernel
 from cluster.sim.network import Network
 from kv_transfer.protocol.messages import BlockGrant
-from kv_transfer.transport.base import PeerId
+from kv_transfer.transport.base import Copy, PeerId
 
 if TYPE_CHECKING:
     from cluster.sim.transport import SimTransport
@@ -48,6 +48,17 @@ class DataFaults:
             setattr(self, name, 0.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landing:
+    """A copy that is about to land: layers of a block that was granted so."""
+
+    sender: PeerId
+    receiver: PeerId
+    grant: BlockGrant
+    layers: range
+    copy: Copy
+
+
 class Fabric:
     """What all transports of a cluster share: who lives where, and the state of the links."""
 
@@ -61,8 +72,8 @@ class Fabric:
         self.transports: dict[PeerId, SimTransport] = {}
         self.num_copies = 0
         self.num_fences = 0
-        self.observe_landing: Callable[[PeerId, PeerId, BlockGrant], None] = lambda sender, receiver, grant: None
-        """Called before each copy lands, with sender, receiver and what was granted: the checks look at the block."""
+        self.observe_landing: Callable[[Landing], None] = lambda landing: None
+        """Called before each copy lands: the checks look at the block."""
 
     def latency_ns(self) -> int:
         return MIN_LATENCY_NS + int(self.random.random() * (MAX_LATENCY_NS - MIN_LATENCY_NS))

@@ -61,7 +61,8 @@ def generate(seed: int) -> Scenario:
         max_attempts=draw.choice((2, 3, 6)),
     )
     requests = _requests(draw, shape)
-    return dataclasses.replace(shape, requests=requests, faults=_faults(draw, shape, requests))
+    faults = _faults(draw, shape, requests)
+    return dataclasses.replace(shape, requests=requests, faults=faults, num_layers=draw.choice((1, 3, 3, 8)))
 
 
 # ---- load -----------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ class Report:
     num_lives: int = 0
     num_copies: int = 0
     num_late_copies: int = 0
+    num_partial_copies: int = 0
     num_fences: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     virtual_ns: int = 0
@@ -59,6 +60,7 @@ class Report:
         self.num_lives += other.num_lives
         self.num_copies += other.num_copies
         self.num_late_copies += other.num_late_copies
+        self.num_partial_copies += other.num_partial_copies
         self.num_fences += other.num_fences
         self.virtual_ns += other.virtual_ns
         self.outcomes += other.outcomes
@@ -68,7 +70,8 @@ class Report:
         return (
             f"{self.num_histories} histories, {self.num_events} events, {self.virtual_ns / SECOND_NS:.0f} simulated s, "
             f"{self.num_lives} worker lives, {self.num_given_up} given up, {self.num_fences} fences, "
-            f"{self.num_copies} blocks pushed, {self.num_late_copies} of them late; requests: {outcomes}"
+            f"{self.num_copies} copies landed, {self.num_partial_copies} of them of some layers and "
+            f"{self.num_late_copies} late; requests: {outcomes}"
         )
 
 
@@ -120,6 +123,7 @@ def report(world: World) -> Report:
         num_lives=len(world.all_workers),
         num_copies=world.fabric.num_copies,
         num_late_copies=world.num_late_copies,
+        num_partial_copies=world.num_partial_copies,
         num_fences=world.fabric.num_fences,
         virtual_ns=world.kernel.now_ns,
         outcomes=Counter(_end_of(client) for client in world.clients),

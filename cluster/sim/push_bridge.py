@@ -11,8 +11,9 @@ from cluster.sim.kv_memory import KVMemory
 from cluster.sim.process import Process
 from cluster.sim.transport import Delivered, SimTransport, SimTransportEvent
 from kv_transfer.protocol.messages import CancelWrite, FencePeer, PushMessage, SendMessage, WriteBlocks
+from kv_transfer.protocol.plan import plan_block_copies
 from kv_transfer.transport import base
-from kv_transfer.transport.base import Copy, PeerId, UnknownPeerError
+from kv_transfer.transport.base import PeerId, UnknownPeerError
 
 
 class PushBridge:
@@ -65,12 +66,9 @@ class PushBridge:
             return  # swallowed, as by any connection that is gone: every wait has its own deadline
 
     def _write(self, effect: WriteBlocks) -> None:
-        size = self._memory.block_size_bytes
-        blocks = effect.message.blocks
-        copies = [
-            Copy(source * size, block.block_id * size, size)
-            for source, block in zip(effect.source_blocks, blocks, strict=True)
-        ]
+        targets = [block.block_id for block in effect.message.blocks]
+        pairs = list(zip(effect.source_blocks, targets, strict=True))
+        copies = plan_block_copies(pairs, self._memory.layout, effect.message.layers)
         try:
             handle = self.transport.write(effect.peer, copies, effect.message, checksum=self._checksums)
         except UnknownPeerError:
@@ -89,7 +87,7 @@ class PushBridge:
     def _translate(self, event: SimTransportEvent) -> events.Event | None:
         match event:
             case base.Connected():
-                return events.PeerConnected(peer=event.peer)
+                return events.PeerConnected(peer=event.peer, transport=self.transport.name)
             case base.ConnectFailed():
                 return events.PeerConnectFailed(peer=event.peer, reason=event.reason)
             case base.PeerGone():

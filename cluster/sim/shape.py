@@ -8,7 +8,7 @@ from cluster.core.ids import Role, WorkerId
 from cluster.core.messages import RankEndpoint, WorkerHello, WorkerLoad, WorkerRef
 from cluster.sim.engine_model import EOS_TOKEN_ID
 from cluster.sim.kernel import SECOND_NS
-from cluster.sim.kv_memory import SLOT_SIZE_BYTES
+from cluster.sim.kv_memory import kv_layout
 from cluster.sim.scenario import Scenario
 from engine.core.scheduler import SchedulerConfig
 
@@ -62,7 +62,7 @@ def worker_config(scenario: Scenario, worker: WorkerId, *, token_address: str) -
         compatibility="sim",
         compatibility_details="sim",
         block_size=scenario.block_size,
-        block_size_bytes=scenario.block_size * SLOT_SIZE_BYTES,
+        block_size_bytes=kv_layout(scenario.num_layers, scenario.block_size).block_size_bytes,
         max_model_tokens=scenario.max_model_tokens,
         load=WorkerLoad(),
     )
@@ -77,6 +77,7 @@ def worker_config(scenario: Scenario, worker: WorkerId, *, token_address: str) -
             eos_token_ids=frozenset((EOS_TOKEN_ID,)),
         ),
         num_blocks=scenario.num_blocks,
+        num_layers=scenario.num_layers,
         model_fingerprint=MODEL_FINGERPRINT,
         checksums=scenario.checksums,
         push_limits=scenario.push_limits,

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.sim.fabric import Fabric, Family
+from cluster.sim.fabric import Fabric, Family, Landing
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
 from cluster.sim.kv_memory import KVMemory, checksum
 from cluster.sim.process import Process
@@ -269,7 +269,9 @@ class SimTransport:
                 source[self._fabric.random.randrange(len(source))] ^= 0x40
         assert isinstance(write.notify, PushChunk), "only chunks carry data"
         self._fabric.num_copies += 1
-        self._fabric.observe_landing(self.me, target.me, write.notify.blocks[index])
+        grant, layers = write.notify.blocks[index], write.notify.layers
+        landing = Landing(sender=self.me, receiver=target.me, grant=grant, layers=layers, copy=copy)
+        self._fabric.observe_landing(landing)
         target._memory.data[copy.target_bytes : copy.target_bytes + copy.size_bytes] = source
 
     def _finish(self, write: _Write) -> None:

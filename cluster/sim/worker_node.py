@@ -14,14 +14,14 @@ from cluster.core.ids import FrontId, WorkerId
 from cluster.core.messages import Command
 from cluster.core.token_messages import StreamHello, TokenBatch, TokenRequest
 from cluster.sim.coordinator_node import ADDRESS, Envelope
-from cluster.sim.engine_model import StepCost, run_plan
+from cluster.sim.engine_model import StepCost, StepRun
 from cluster.sim.fabric import Fabric
 from cluster.sim.kernel import MILLISECOND_NS
 from cluster.sim.kv_memory import KVMemory, checksum
 from cluster.sim.network import Network, StreamEnd
 from cluster.sim.process import Alarm, Process
 from cluster.sim.push_bridge import PushBridge
-from engine.core.step import StepPlan, StepResult
+from engine.core.step import StepPlan
 
 RECONNECT_DELAY_NS = 200 * MILLISECOND_NS
 MAX_VERIFY_NS = 2 * MILLISECOND_NS
@@ -54,7 +54,8 @@ class WorkerNode:
         self.worker: WorkerId = config.hello.ref.worker
         self.state = WorkerState(config, process.now_ns())
         self.faults = EngineFaults()
-        self.memory = KVMemory(config.num_blocks, config.hello.block_size, rubbish=random.getrandbits(60))
+        rubbish = random.getrandbits(60)
+        self.memory = KVMemory(config.num_blocks, config.hello.block_size, rubbish, config.num_layers)
         self._network = network
         self._cost = cost
         self._num_variants = num_variants
@@ -124,30 +125,44 @@ class WorkerNode:
 
     # ---- engine -----------------------------------------------------------------------------------------------
 
-    def _run_step(self, plan: StepPlan) -> None:
-        """The pool is read and written at the step's end or, as often, at its start: either may happen."""
+    def _run_step(self, effect: effects.RunStep) -> None:
+        """The pool is read and written at the step's end or, as often, at its start: either may happen. Where somebody
+        waits for layers, they are written one group after the other. A step may fail anywhere among them."""
+        plan, marks = effect.plan, effect.layer_marks
         duration_ns = int(self._cost.duration_ns(plan) * self.faults.slowness * (0.9 + 0.2 * self._random.random()))
-        if self.faults.num_steps_to_fail:
+        run = StepRun(plan, self.memory, self._random.randrange(self._num_variants))
+        fails = self.faults.num_steps_to_fail > 0
+        if fails:
             self.faults.num_steps_to_fail -= 1
+            marks = marks[: self._random.randrange(len(marks) + 1)]
+        if self._random.random() < 0.5:
+            run.compute()
+            if not marks:
+                run.finish()
+        for mark in marks:
+            self.process.after(duration_ns * mark // (self.memory.num_layers + 1), self._writing(run, plan, mark))
+        if fails:
             self.process.after(duration_ns, lambda: self.handle(events.StepFailed(reason="injected failure")))
-            return
-        early = self._compute(plan) if self._random.random() < 0.5 else None
-        self.process.after(duration_ns, lambda: self._step_done(plan, early, duration_ns))
+        else:
+            self.process.after(duration_ns, lambda: self._step_done(run, duration_ns))
 
-    def _step_done(self, plan: StepPlan, early: StepResult | None, duration_ns: int) -> None:
-        result = early if early is not None else self._compute(plan)
-        self.handle(events.StepDone(result=result, duration_ns=duration_ns))
+    def _writing(self, run: StepRun, plan: StepPlan, num_layers: int) -> Callable[[], None]:
+        def write() -> None:
+            run.write_layers(num_layers)
+            self.handle(events.LayersWritten(step_id=plan.step_id, num_layers=num_layers))
 
-    def _compute(self, plan: StepPlan) -> StepResult:
-        variant = self._random.randrange(self._num_variants)
-        return run_plan(plan, self.memory, variant)
+        return write
+
+    def _step_done(self, run: StepRun, duration_ns: int) -> None:
+        self.handle(events.StepDone(result=run.finish(), duration_ns=duration_ns))
 
     def _verify(self, effect: effects.VerifyBlocks) -> None:
         """A verifier thread sums the blocks as they are when it gets to them."""
 
         def sum_blocks() -> None:
             pairs = zip(effect.block_ids, effect.checksums, strict=True)
-            bad = tuple(block_id for block_id, wanted in pairs if checksum(self.memory.block(block_id)) != wanted)
+            sums = {block_id: checksum(self.memory.block(block_id, effect.layers)) for block_id in effect.block_ids}
+            bad = tuple(block_id for block_id, wanted in pairs if sums[block_id] != wanted)
             self.handle(events.Verified(key=effect.key, chunk=effect.chunk, bad_block_ids=bad))
 
         self.process.after(int(self._random.random() * MAX_VERIFY_NS), sum_blocks)
@@ -165,7 +180,7 @@ class WorkerNode:
     def _carry_out(self, effect: effects.Effect) -> None:
         match effect:
             case effects.RunStep():
-                self._run_step(effect.plan)
+                self._run_step(effect)
             case effects.SendRuns():
                 self._send_runs(effect)
             case effects.ToCoordinator():

@@ -43,6 +43,8 @@ class World:
         self.num_given_up = 0
         self.num_late_copies = 0
         """Blocks that were written after their receiver had given them up: what quarantine is for."""
+        self.num_partial_copies = 0
+        """Of some layers of a block alone."""
         self._random = self.kernel.stream("world")
         self._check_every = check_every
         self._num_handled = 0

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
+from engine.huge_pages import map_huge
 from engine.model.config import DTYPE_SIZE_BYTES, DtypeName, ModelShape, kv_block_size_bytes
 
 TORCH_DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -91,7 +93,11 @@ class KVCache:
     def allocate(cls, layout: KVLayout, device: torch.device | None = None, num_scratch_blocks: int = 0) -> KVCache:
         """A pool in memory of its own, cleared; of the host's, if no device is given."""
         shape = (layout.num_blocks + num_scratch_blocks, *layout.shape_BLKCSD[1:])
-        return cls(layout, torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device))
+        dtype = TORCH_DTYPES[layout.dtype]
+        if device is None or device.type == "cpu":
+            memory = map_huge(prod(shape) * dtype.itemsize)
+            return cls(layout, torch.frombuffer(memory, dtype=dtype).view(shape))
+        return cls(layout, torch.zeros(shape, dtype=dtype, device=device))
 
     def layer_BKCSD(self, layer: int) -> torch.Tensor:
         """A view of one layer of every block."""

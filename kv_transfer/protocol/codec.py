@@ -2,9 +2,9 @@
 
     version u8 | kind u8 | crc32 u32 of version, kind and body | body | tail
 
-Only PushChunk has a tail: one u64 a block, the checksums, which the transport appends when it sums the blocks in the
-same pass as it copies them (Transport.write). The CRC covers everything but the tail; a checksum that was damaged
-on its way fails against its block, and the chunk is written again.
+Only PushChunk has a tail: one u64 a block (or a piece of one), the checksums, which the transport appends when it sums
+the blocks in the same pass as it copies them (Transport.write). The CRC covers everything but the tail; a checksum that
+was damaged on its way fails against its block, and the chunk is written again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kv_transfer.protocol.messages import (
     PushStop,
 )
 
-VERSION = 1
+VERSION = 2
 MAX_REQUEST_ID_BYTES = 256
 MAX_REASON_BYTES = 300
 """Longer reasons are cut."""
@@ -39,7 +39,7 @@ MAX_ITEMS = 65_535
 _HEADER = struct.Struct("<BBI")
 _LENGTH = struct.Struct("<H")
 _ATTEMPT_LEASE = struct.Struct("<IQ")
-_CHUNK = struct.Struct("<HIH")
+_CHUNK = struct.Struct("<HIHHHH")
 _BLOCK = struct.Struct("<IIQ")
 _END = struct.Struct("<HIIIHQQQ")
 _TOKEN = struct.Struct("<HII?d")
@@ -156,20 +156,37 @@ def _items(fields: struct.Struct, items: Sequence[tuple[float, ...]]) -> bytes:
 
 
 def _encode_chunk(message: PushChunk) -> list[bytes]:
-    if message.checksums and len(message.checksums) != len(message.blocks):
-        raise ValueError(f"checksums: {len(message.checksums)} for {len(message.blocks)} blocks")
+    if message.checksums and len(message.checksums) != len(message.blocks) * message.num_pieces:
+        raise ValueError(
+            f"checksums: {len(message.checksums)} for {len(message.blocks)} blocks of {message.num_pieces} pieces"
+        )
+    if message.num_layers < 1:
+        raise ValueError(f"num_layers: must be at least 1, is {message.num_layers}")
     blocks = [(block.index, block.block_id, block.generation) for block in message.blocks]
-    fields = _CHUNK.pack(message.rank, message.chunk, message.round)
+    fields = _CHUNK.pack(
+        message.rank, message.chunk, message.round, message.first_layer, message.num_layers, message.num_pieces
+    )
     return [_head(message.key, message.lease_id), fields, _items(_BLOCK, blocks)]
 
 
 def _decode_chunk(reader: _Reader) -> PushChunk:
     key, lease_id = _read_head(reader)
-    rank, chunk, round_ = reader.take(_CHUNK)
+    rank, chunk, round_, first_layer, num_layers, num_pieces = reader.take(_CHUNK)
+    if num_layers == 0:
+        raise MalformedMessageError("a chunk without layers")
     blocks = tuple(BlockGrant(*block) for block in reader.take_items(_BLOCK))
-    checksums = reader.take_tail(len(blocks))
+    checksums = reader.take_tail(len(blocks) * num_pieces)
     return PushChunk(
-        key=key, lease_id=lease_id, rank=rank, chunk=chunk, blocks=blocks, checksums=checksums, round=round_
+        key=key,
+        lease_id=lease_id,
+        rank=rank,
+        chunk=chunk,
+        blocks=blocks,
+        first_layer=first_layer,
+        num_layers=num_layers,
+        checksums=checksums,
+        round=round_,
+        num_pieces=num_pieces,
     )
 
 

@@ -76,6 +76,14 @@ class KVLayout:
         """(offset, size) in bytes of one layer of one block."""
         return self.head_slice(block_id, layer, 0, self._group_of(layer)[0].num_kv_heads)
 
+    def layers_slice(self, block_id: int, layers: range) -> tuple[int, int]:
+        """(offset, size) in bytes of consecutive layers of one block. Raises: ValueError for ones it does not have."""
+        if not layers or layers.step != 1:
+            raise ValueError(f"layers: {layers} is not a range of consecutive layers")
+        start_bytes, _ = self.layer_slice(block_id, layers[0])
+        last_bytes, last_size_bytes = self.layer_slice(block_id, layers[-1])
+        return start_bytes, last_bytes + last_size_bytes - start_bytes
+
     def head_slice(self, block_id: int, layer: int, first_head: int, num_heads: int) -> tuple[int, int]:
         """(offset, size) in bytes of `num_heads` KV heads from `first_head` of one layer of one block."""
         group, offset_bytes = self._group_of(layer)

@@ -41,5 +41,8 @@ class PushLimits:
                 raise ValueError(f"{field.name}: must be at least 1, is {getattr(self, field.name)}")
 
 
+MAX_CHUNKS = 65_535
+"""Of one push: so many can be named in a PushMissing."""
+
 RENEWALS_PER_TTL = 4
 """Three renewals may be lost before a lease expires."""

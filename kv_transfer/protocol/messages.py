@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class PeerId:
-    """One life of a worker."""
+    """One life of a worker, or of one rank of a gang (`ranks.rank_peer` gives its name)."""
 
     name: str
     incarnation: int
@@ -83,8 +83,11 @@ class PushStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushChunk:
-    """Sender to receiver, with a write: these blocks are in place. `checksums` as many as `blocks` (0 = off).
+    """Sender to receiver, with a write: of these blocks, `num_layers` layers from `first_layer` on are in place.
 
+    That is all layers, except where blocks are written while they are computed, in groups of layers. `checksums` are as
+    many as `blocks` (0 = off), each of that block's layers alone. Between ranks that share the heads differently those
+    layers of a block move in `num_pieces` pieces, with as many checksums; in none if the sender owes nothing of them.
     `round` counts the receiver's PushMissing answers: 0 for the first writing, r for what PushMissing(round=r) asked.
     """
 
@@ -93,8 +96,15 @@ class PushChunk:
     rank: int
     chunk: int
     blocks: tuple[BlockGrant, ...]
+    first_layer: int
+    num_layers: int
     checksums: tuple[int, ...] = ()
     round: int = 0
+    num_pieces: int = 1
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +201,11 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteBlocks:
-    """Copy whole blocks (`source_blocks[i]` -> `message.blocks[i]`), then deliver `message` with their checksums.
+    """Copy `message.layers` of blocks (`source_blocks[i]` -> `message.blocks[i]`), then deliver `message` with the
+    checksums of what was copied.
 
+
+    Whole blocks, or what `peer` holds of them (`ranks.RankPair`); the owner sets `message.num_pieces` accordingly.
     The owner answers with PushSender.on_write_completed / on_write_failed naming `write_id`.
     """
 
@@ -209,21 +222,31 @@ class CancelWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyBlocks:
-    """Sum these local blocks off the engine thread; the owner answers with PushReceiver.on_verified."""
+    """Sum these layers of each of these local blocks off the engine thread; the owner answers with
+    PushReceiver.on_verified.
+
+    `rank` is the sender's: it tells which pieces of the layers were written, and have a checksum each.
+    """
 
     key: PushKey
     chunk: int
     block_ids: tuple[int, ...]
+    layers: range
     checksums: tuple[int, ...]
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushArrived:
-    """Receiver: all blocks are in place and verified. The owner commits them by generation (BlockPool.commit)."""
+    """Receiver: all blocks are in place and verified. The owner commits them by generation (BlockPool.commit).
+
+    The first `num_blocks` of the sequence's blocks hold the KV of its `num_tokens` tokens.
+    """
 
     key: PushKey
     lease_id: int
     blocks: tuple[BlockGrant, ...]
+    num_blocks: int
     num_tokens: int
     first_tokens: tuple[FirstToken, ...]
     stats: PushStats = PushStats()

@@ -1,35 +1,44 @@
-"""Which bytes go where: turns pairs of blocks into copies between two pools of one layout."""
+"""Which bytes go where: turns pairs of blocks, or some layers of them, into copies between two pools of one layout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kv_transfer.protocol.layout import KVLayout
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Moves `size_bytes` from offset `source_bytes` of the local region to `target_bytes` of the peer's."""
+class Copy(NamedTuple):
+    """Moves `size_bytes` from offset `source_bytes` of the local region to `target_bytes` of the peer's.
+
+    A tuple, because a push between ranks of unequal degrees has tens of thousands of them.
+    """
 
     source_bytes: int
     target_bytes: int
     size_bytes: int
 
 
-def plan_copies(pairs: Sequence[tuple[int, int]], layout: KVLayout) -> list[Copy]:
+def plan_copies(pairs: Sequence[tuple[int, int]], layout: KVLayout, layers: range | None = None) -> list[Copy]:
     """Copies for (source block id, target block id) pairs; neighbours on both sides become one copy.
 
     Few large copies cost a fraction of many small ones on every transport. The order of `pairs` is kept, so only
-    pairs that follow each other are merged.
+    pairs that follow each other are merged. `layers`: only these of each block; all of them if not given.
     """
-    return merge_copies(plan_block_copies(pairs, layout))
+    return merge_copies(plan_block_copies(pairs, layout, layers))
 
 
-def plan_block_copies(pairs: Sequence[tuple[int, int]], layout: KVLayout) -> list[Copy]:
-    """As plan_copies, one copy a pair: for writes whose checksums are wanted a block."""
-    size_bytes = layout.block_size_bytes
-    return [Copy(source * size_bytes, target * size_bytes, size_bytes) for source, target in pairs]
+def plan_block_copies(pairs: Sequence[tuple[int, int]], layout: KVLayout, layers: range | None = None) -> list[Copy]:
+    """As plan_copies, one copy a pair: for writes whose checksums are wanted a block.
+
+    Raises: ValueError for layers that the layout does not have.
+    """
+    block_size_bytes = layout.block_size_bytes
+    start_bytes, size_bytes = (0, block_size_bytes) if layers is None else layout.layers_slice(0, layers)
+    return [
+        Copy(source * block_size_bytes + start_bytes, target * block_size_bytes + start_bytes, size_bytes)
+        for source, target in pairs
+    ]
 
 
 def merge_copies(copies: Sequence[Copy]) -> list[Copy]:

@@ -1,8 +1,9 @@
 """The receiver's half of a push: watches over reserved blocks until they are committed or nothing can land in them.
 
 Rules (ARCHITECTURE.md §5, §7):
-* Only PushEnd of the current round leads to a commit, after every chunk it counts has arrived and proved good. The
-  sender sends it with no write in flight and writes again only when asked, so nothing lands after the commit.
+* Only PushEnd of the current round leads to a commit, after every chunk it counts has arrived and proved good, and
+  with them every layer of every block that it counts. The sender sends it with no write in flight and writes again
+  only when asked, so nothing lands after the commit.
 * Blocks of a push that ends otherwise are quarantined. They are released when the sender has acknowledged that it
   stopped (by PushAbort, or relayed: on_sender_stopped) or when its life is fenced, never by time alone.
 * A lease is a duration from the last word about it. When it expires the push is given up and the fence begins: the
@@ -36,7 +37,7 @@ from kv_transfer.protocol.messages import (
     SendMessage,
     VerifyBlocks,
 )
-from kv_transfer.protocol.receiver_push import ArrivedChunk, ChunkState, IncomingPush, ReceiverPhase, check_grant
+from kv_transfer.protocol.receiver_push import ChunkState, IncomingPush, ReceiverPhase, check_grant
 
 
 class PushReceiver:
@@ -46,10 +47,13 @@ class PushReceiver:
     an owner of both halves may give every message to both.
     """
 
-    def __init__(self, limits: PushLimits, checksum: bool) -> None:
+    def __init__(self, limits: PushLimits, checksum: bool, *, num_layers: int, sender_rank: int = 0) -> None:
         """`checksum`: whether every block is to be verified; a chunk that comes without its sums then counts as lost,
-        so that nothing is taken over unverified because a message was cut or a sender does not sum."""
+        so that nothing is taken over unverified because a message was cut or a sender does not sum. `num_layers`: of a
+        block. `sender_rank`: that all senders have within their gangs (GangReceiver has one of us for each)."""
+        self._num_layers = num_layers
         self._checksum = checksum
+        self._sender_rank = sender_rank
         self.num_ignored_messages = 0
         self._limits = limits
         self._pushes: dict[PushKey, IncomingPush] = {}
@@ -72,8 +76,14 @@ class PushReceiver:
         check_grant(grant)
         if grant.key in self._pushes or any(p.grant.lease_id == grant.lease_id for p in self._pushes.values()):
             raise ValueError(f"grant: {grant.key} or lease {grant.lease_id} is open already")
-        refusal = self._refusal(grant)
-        push = IncomingPush(grant=grant, opened_ns=now_ns, lease_deadline_ns=now_ns + grant.ttl_ns)
+        refusal = self.refusal(grant)
+        push = IncomingPush(
+            grant=grant,
+            num_layers=self._num_layers,
+            opened_ns=now_ns,
+            lease_deadline_ns=now_ns + grant.ttl_ns,
+            sender_rank=self._sender_rank,
+        )
         if refusal is not None:
             return [PushFailed(key=grant.key, reason=refusal), _released(push)]
         effects = self._evict_older_lives(now_ns, grant.sender)
@@ -216,6 +226,14 @@ class PushReceiver:
         """False at the limits above which `open` refuses everything."""
         return self._limit_reached() is None
 
+    def refusal(self, grant: Grant) -> str | None:
+        """Why `open` would refuse the grant at once; None if it would not."""
+        if grant.key in self._ended or grant.key in self._committed:
+            return "it has ended already"
+        if grant.sender in self._fencing or grant.sender in self._fenced:
+            return f"that life of {grant.sender.name} is fenced"
+        return self._limit_reached()
+
     def leases(self, now_ns: int) -> list[LeaseView]:
         return [
             LeaseView(
@@ -282,22 +300,32 @@ class PushReceiver:
         violation = push.violation(message)
         if violation is not None:
             return self._give_up(now_ns, push, violation)
-        if self._checksum and not message.checksums:
+        if self._checksum and message.num_pieces and not message.checksums:
             self.num_ignored_messages += 1
             return []
         if not push.is_news(message):
             return []
-        state = ChunkState.VERIFYING if message.checksums else ChunkState.GOOD
-        push.chunks[message.chunk] = ArrivedChunk(message.blocks, state)
+        state = ChunkState.VERIFYING if message.checksums or self._checksum else ChunkState.GOOD
+        push.add_chunk(message, state)
         if state is ChunkState.GOOD:
             return self._evaluate(now_ns, push)
         block_ids = tuple(block.block_id for block in message.blocks)
-        return [VerifyBlocks(key=message.key, chunk=message.chunk, block_ids=block_ids, checksums=message.checksums)]
+        return [
+            VerifyBlocks(
+                key=message.key,
+                chunk=message.chunk,
+                block_ids=block_ids,
+                layers=message.layers,
+                checksums=message.checksums,
+                rank=message.rank,
+            )
+        ]
 
     def _on_end(self, now_ns: int, push: IncomingPush, message: PushEnd) -> list[PushEffect]:
         if message.round < push.round:
             return self._send_missing(push)
-        if message.round > push.round or message.num_chunks > len(push.grant.blocks) or message.rank != 0:
+        is_possible = message.num_chunks <= push.max_chunks and message.rank == push.sender_rank
+        if message.round > push.round or not is_possible:
             return self._give_up(now_ns, push, f"the end of round {message.round} cannot exist")
         push.end = message
         return self._evaluate(now_ns, push)
@@ -323,6 +351,7 @@ class PushReceiver:
                 key=push.grant.key,
                 lease_id=push.grant.lease_id,
                 blocks=push.grant.blocks,
+                num_blocks=end.num_blocks,
                 num_tokens=end.num_tokens,
                 first_tokens=end.first_tokens,
                 stats=end.stats,
@@ -364,13 +393,6 @@ class PushReceiver:
         return _released(push)
 
     # ---- helpers ---------------------------------------------------------------------------------------------
-
-    def _refusal(self, grant: Grant) -> str | None:
-        if grant.key in self._ended or grant.key in self._committed:
-            return "it has ended already"
-        if grant.sender in self._fencing or grant.sender in self._fenced:
-            return f"that life of {grant.sender.name} is fenced"
-        return self._limit_reached()
 
     def _limit_reached(self) -> str | None:
         if len(self._pushes) >= self._limits.max_pushes:

@@ -66,10 +66,15 @@ class PushSender:
     of both halves may give every message to both.
     """
 
-    def __init__(self, limits: PushLimits, checksum: bool, block_size_bytes: int = 0) -> None:
+    def __init__(
+        self, limits: PushLimits, checksum: bool, block_size_bytes: int = 0, *, num_layers: int, rank: int = 0
+    ) -> None:
         """`checksum`: whether the owner has the transport sum every block that it writes (Transport.write).
-        `block_size_bytes` is for the statistics in PushEnd alone."""
+        `block_size_bytes` is for the statistics in PushEnd alone. `num_layers`: of a block. `rank`: this worker's
+        within its gang."""
         self.checksum = checksum
+        self._num_layers = num_layers
+        self._rank = rank
         self._block_size_bytes = block_size_bytes
         self.num_ignored_messages = 0
         self._limits = limits
@@ -83,16 +88,19 @@ class PushSender:
 
     # ---- the owner's side ------------------------------------------------------------------------------------
 
-    def open(self, now_ns: int, grant: Grant, total_blocks: int) -> list[PushEffect]:
+    def open(
+        self, now_ns: int, grant: Grant, total_blocks: int, block_size_bytes: int | None = None
+    ) -> list[PushEffect]:
         """Starts a push of a sequence of `total_blocks` blocks and connects to its receiver.
 
+        `block_size_bytes` is what is sent of each, where that is not the whole block.
         A push that was cancelled or stopped before it was opened fails at once, and so does one too many.
         Raises: ValueError for a grant that cannot carry it, or for a push that is open already.
         """
         check_grant(grant, total_blocks)
         if grant.key in self._pushes:
             raise ValueError(f"key: {grant.key} is open already")
-        refusal = self._refusal(grant)
+        refusal = self.refusal(grant)
         if refusal is not None:
             failed = PushFailed(key=grant.key, reason=refusal)
             return [failed, SourceReleased(key=grant.key, committed=False)]
@@ -100,8 +108,11 @@ class PushSender:
         push = OutgoingPush(
             grant=grant,
             num_blocks=total_blocks,
+            num_layers=self._num_layers,
             opened_ns=now_ns,
             lease_deadline_ns=now_ns + grant.ttl_ns,
+            rank=self._rank,
+            block_size_bytes=self._block_size_bytes if block_size_bytes is None else block_size_bytes,
             ungiven={block.index: block for block in grant.blocks if block.index < total_blocks},
         )
         self._pushes[grant.key] = push
@@ -114,15 +125,21 @@ class PushSender:
             effects.append(ConnectPeer(peer=grant.receiver))
         return effects
 
-    def blocks_ready(self, now_ns: int, key: PushKey, blocks: Sequence[tuple[int, int]]) -> list[PushEffect]:
-        """(index, source block id) pairs whose KV is final. Each index once, in any order; a push that has ended
-        or is ending takes no more. Raises: ValueError for an index out of range or given twice."""
+    def blocks_ready(
+        self, now_ns: int, key: PushKey, blocks: Sequence[tuple[int, int]], layers: range | None = None
+    ) -> list[PushEffect]:
+        """(index, source block id) pairs whose KV is final, in these layers alone if they are given.
+
+        Each layer of each index once: the layers of one in order and without gaps, the indices in any order. A push
+        that has ended or is ending takes no more. Raises: ValueError for what is out of range, given twice, or not
+        next.
+        """
         push = self._pushes.get(key)
         if push is None or push.phase is SenderPhase.STOPPING:
             return []
         if push.phase is SenderPhase.ENDING:
             raise ValueError(f"blocks: {key} is finished already")
-        push.give(blocks)
+        push.give(blocks, range(self._num_layers) if layers is None else layers)
         return self._advance(now_ns, push)
 
     def finish(
@@ -227,6 +244,16 @@ class PushSender:
     @property
     def num_pushes(self) -> int:
         return len(self._pushes)
+
+    def refusal(self, grant: Grant) -> str | None:
+        """Why `open` would refuse the grant at once; None if it would not."""
+        if grant.key in self._ended:
+            return "it has ended already"
+        if len(self._pushes) >= self._limits.max_pushes:
+            return f"{len(self._pushes)} pushes are open, which is the limit"
+        if any(peer.name == grant.receiver.name and peer > grant.receiver for peer in self._links):
+            return f"{grant.receiver.name} has a newer life"
+        return None
 
     def leases(self, now_ns: int) -> list[LeaseView]:
         return [
@@ -335,7 +362,8 @@ class PushSender:
             sources, message = push.take_chunk(self._limits.max_blocks_per_write)
             write_id = self._next_write_id
             self._next_write_id += 1
-            push.post(now_ns, write_id, Write(len(sources), now_ns + self._limits.write_timeout_ns))
+            num_block_layers = len(sources) * message.num_layers
+            push.post(now_ns, write_id, Write(num_block_layers, now_ns + self._limits.write_timeout_ns))
             self._writes[write_id] = key
             link.num_inflight += 1
             if push.has_work:
@@ -362,7 +390,7 @@ class PushSender:
     def _send_end(self, now_ns: int, push: OutgoingPush) -> list[PushEffect]:
         push.num_end_sends += 1
         push.end_due_ns = now_ns + self._limits.end_resend_interval_ns
-        return [SendMessage(peer=push.peer, message=push.end_message(self._block_size_bytes))]
+        return [SendMessage(peer=push.peer, message=push.end_message())]
 
     def _renew(self, now_ns: int, peer: PeerId, link: _Link) -> list[PushEffect]:
         alive = [push for push in link.pushes.values() if push.phase is not SenderPhase.STOPPING]
@@ -387,15 +415,6 @@ class PushSender:
         return self._send_end(now_ns, push)
 
     # ---- ending ----------------------------------------------------------------------------------------------
-
-    def _refusal(self, grant: Grant) -> str | None:
-        if grant.key in self._ended:
-            return "it has ended already"
-        if len(self._pushes) >= self._limits.max_pushes:
-            return f"{len(self._pushes)} pushes are open, which is the limit"
-        if any(peer.name == grant.receiver.name and peer > grant.receiver for peer in self._links):
-            return f"{grant.receiver.name} has a newer life"
-        return None
 
     def _fail(self, now_ns: int, push: OutgoingPush, reason: str) -> list[PushEffect]:
         """Stops posting and says so; the push ends now or when its last write in flight does."""

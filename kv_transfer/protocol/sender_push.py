@@ -20,16 +20,27 @@ class SenderPhase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Layers of a block that are ready and not written."""
+
+    target: BlockGrant
+    source: int
+    layers: range
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """What one write carries; kept so that it can be written again."""
 
     blocks: tuple[BlockGrant, ...]
     sources: tuple[int, ...]
+    layers: range
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    num_blocks: int
+    num_block_layers: int
+    """Blocks times layers of each."""
     deadline_ns: int
 
 
@@ -37,13 +48,19 @@ class Write:
 class OutgoingPush:
     grant: Grant
     num_blocks: int
+    num_layers: int
     opened_ns: int
     lease_deadline_ns: int
+    rank: int = 0
+    """The sender's within its gang."""
+    block_size_bytes: int = 0
+    """What is sent of a block; for the statistics alone."""
     phase: SenderPhase = SenderPhase.SENDING
     ungiven: dict[int, BlockGrant] = field(default_factory=dict)
-    """Granted blocks, by index, that blocks_ready has not named yet."""
-    pending: deque[tuple[BlockGrant, int]] = field(default_factory=deque)
-    """Ready and not written: (target, source block id)."""
+    """Granted blocks, by index, that blocks_ready has not named yet, or not with all their layers."""
+    num_layers_given: dict[int, int] = field(default_factory=dict)
+    """Of those that it has named with some, by index: how many, from the first on."""
+    pending: deque[Piece] = field(default_factory=deque)
     rewrites: deque[int] = field(default_factory=deque)
     """Chunk numbers that the receiver asked for again."""
     chunks: list[Chunk] = field(default_factory=list)
@@ -55,8 +72,9 @@ class OutgoingPush:
     num_end_sends: int = 0
     end_due_ns: int | None = None
     """When PushEnd is sent again; None before it was sent in this round."""
-    num_written_blocks: int = 0
-    num_early_blocks: int = 0
+    num_written_layers: int = 0
+    """Counted once a block, as in Write."""
+    num_early_layers: int = 0
     """Written before finish was called."""
     first_post_ns: int | None = None
     last_write_ns: int = 0
@@ -80,11 +98,14 @@ class OutgoingPush:
     def write_deadline_ns(self) -> int | None:
         return next((write.deadline_ns for write in self.inflight.values()), None)
 
-    def give(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """Queues (index, source block id) pairs; indices below the first granted one are cached at the receiver.
+    def give(self, blocks: Sequence[tuple[int, int]], layers: range) -> None:
+        """Queues these layers of (index, source block id) pairs; indices below the first granted one are cached at the
+        receiver.
 
-        Raises: ValueError for an index out of range or given twice; nothing is queued then.
+        Raises: ValueError for an index or layers out of range, given twice, or not next; nothing is queued then.
         """
+        if not (0 <= layers.start < layers.stop <= self.num_layers and layers.step == 1):
+            raise ValueError(f"layers: {layers} of {self.num_layers}")
         granted = self.grant.blocks
         first_index = granted[0].index if granted else self.num_blocks
         wanted: dict[int, int] = {}
@@ -95,28 +116,47 @@ class OutgoingPush:
                 continue
             if index in wanted or index not in self.ungiven:
                 raise ValueError(f"blocks: index {index} given twice")
+            num_given = self.num_layers_given.get(index, 0)
+            if layers.start != num_given:
+                raise ValueError(f"layers: block index {index} goes on with layer {num_given}, not {layers.start}")
             wanted[index] = source
         for index, source in wanted.items():
-            self.pending.append((self.ungiven.pop(index), source))
+            self.pending.append(Piece(self.ungiven[index], source, layers))
+            if layers.stop < self.num_layers:
+                self.num_layers_given[index] = layers.stop
+            else:
+                del self.ungiven[index]
+                self.num_layers_given.pop(index, None)
 
     def take_chunk(self, max_blocks: int) -> tuple[tuple[int, ...], PushChunk]:
-        """The next write: its source blocks and the message that goes with it. Needs has_work."""
+        """The next write: its source blocks and the message that goes with it. Needs has_work.
+
+        The blocks of one write have the same layers.
+        """
         if self.rewrites:
             number = self.rewrites.popleft()
         else:
             number = len(self.chunks)
-            taken = [self.pending.popleft() for _ in range(min(max_blocks, len(self.pending)))]
-            self.chunks.append(Chunk(tuple(block for block, _ in taken), tuple(source for _, source in taken)))
+            self.chunks.append(self._next_chunk(max_blocks))
         chunk = self.chunks[number]
         message = PushChunk(
             key=self.grant.key,
             lease_id=self.grant.lease_id,
-            rank=0,
+            rank=self.rank,
             chunk=number,
             blocks=chunk.blocks,
+            first_layer=chunk.layers.start,
+            num_layers=len(chunk.layers),
             round=self.round,
         )
         return chunk.sources, message
+
+    def _next_chunk(self, max_blocks: int) -> Chunk:
+        layers = self.pending[0].layers
+        taken: list[Piece] = []
+        while self.pending and len(taken) < max_blocks and self.pending[0].layers == layers:
+            taken.append(self.pending.popleft())
+        return Chunk(tuple(piece.target for piece in taken), tuple(piece.source for piece in taken), layers)
 
     def post(self, now_ns: int, write_id: int, write: Write) -> None:
         self.inflight[write_id] = write
@@ -126,23 +166,24 @@ class OutgoingPush:
     def written(self, now_ns: int, write: Write) -> None:
         """Takes one completed write into the statistics."""
         self.last_write_ns = now_ns
-        self.num_written_blocks += write.num_blocks
+        self.num_written_layers += write.num_block_layers
         if self.phase is SenderPhase.SENDING:
-            self.num_early_blocks += write.num_blocks
+            self.num_early_layers += write.num_block_layers
 
-    def end_message(self, block_size_bytes: int) -> PushEnd:
+    def end_message(self) -> PushEnd:
+        """Its statistics take all layers to be of one size."""
         duration_ns = 0 if self.first_post_ns is None else self.last_write_ns - self.first_post_ns
         return PushEnd(
             key=self.grant.key,
             lease_id=self.grant.lease_id,
-            rank=0,
+            rank=self.rank,
             num_chunks=len(self.chunks),
             num_blocks=self.num_blocks,
             num_tokens=self.num_tokens,
             first_tokens=self.first_tokens,
             stats=PushStats(
-                size_bytes=self.num_written_blocks * block_size_bytes,
-                early_bytes=self.num_early_blocks * block_size_bytes,
+                size_bytes=self.num_written_layers * self.block_size_bytes // self.num_layers,
+                early_bytes=self.num_early_layers * self.block_size_bytes // self.num_layers,
                 duration_ns=duration_ns,
             ),
             round=self.round,
@@ -170,9 +211,30 @@ class OutgoingPush:
             assert self.phase is SenderPhase.ENDING, "only an ending push has sent its end"
             assert self.is_written, "PushEnd is sent only when every write has completed"
         assert all(number < len(self.chunks) for number in self.rewrites)
-        num_granted = sum(1 for block in self.grant.blocks if block.index < self.num_blocks)
-        num_known = len(self.ungiven) + len(self.pending) + sum(len(chunk.blocks) for chunk in self.chunks)
-        assert self.phase is SenderPhase.STOPPING or num_known == num_granted, "a block is lost or doubled"
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        """Of each block, the layers that were given lie in chunks and pending pieces: once, in order, without gaps."""
+        if self.phase is SenderPhase.STOPPING:
+            return
+        pieces = [(block, chunk.layers) for chunk in self.chunks for block in chunk.blocks]
+        pieces += [(piece.target, piece.layers) for piece in self.pending]
+        num_known: dict[int, int] = {}
+        for block, layers in pieces:
+            assert layers.start == num_known.get(block.index, 0), (
+                f"layers of block index {block.index} are out of order"
+            )
+            num_known[block.index] = layers.stop
+        for block in self.grant.blocks:
+            if block.index < self.num_blocks:
+                is_whole = block.index not in self.ungiven
+                expected = self.num_layers if is_whole else self.num_layers_given.get(block.index, 0)
+                assert is_whole or expected < self.num_layers, f"block index {block.index} was given whole"
+                assert num_known.pop(block.index, 0) == expected, (
+                    f"layers of block index {block.index} are lost or doubled"
+                )
+        assert not num_known, "a block that was not granted"
+        assert all(index in self.ungiven for index in self.num_layers_given)
 
 
 def check_grant(grant: Grant, num_blocks: int) -> None:

@@ -95,8 +95,8 @@ class LoopbackHub:
         self._links: dict[tuple[PeerId, PeerId], int] = {}
         """(writer, target) of open connections -> when the last notification on it arrives."""
         self._writes: dict[int, _Write] = {}
-        self._fenced: dict[tuple[PeerId, PeerId], None] = {}
-        """(life, from whose region it is shut out)."""
+        self._fences: dict[tuple[PeerId, PeerId], bool] = {}
+        """(life, from whose region it is shut out) -> whether the fence is complete."""
 
     # ---- driving ---------------------------------------------------------------------------------------------
 
@@ -154,9 +154,11 @@ class LoopbackHub:
         self._num_handles += 1
         return self._num_handles
 
-    def connect(self, writer: PeerId, target: PeerId) -> None:
+    def connect(self, writer: PeerId, target: PeerId, endpoint: bytes) -> None:
         def arrive() -> None:
-            if (writer, target) in self._fenced:
+            if endpoint != endpoint_of(target):
+                self._emit(writer, ConnectFailed(peer=target, reason="this is not that life's endpoint"))
+            elif self._fences.get((writer, target), False):
                 self._emit(writer, ConnectFailed(peer=target, reason="fenced"))
             elif target not in self._lives or writer not in self._lives:
                 self._emit(writer, ConnectFailed(peer=target, reason="no such life"))
@@ -172,6 +174,9 @@ class LoopbackHub:
 
     def can_write(self, me: PeerId, peer: PeerId) -> bool:
         return (me, peer) in self._links
+
+    def region_size_bytes(self, peer: PeerId) -> int:
+        return len(self._lives[peer].transport.memory)
 
     def post(self, write: _Write) -> None:
         self._writes[write.handle] = write
@@ -190,10 +195,13 @@ class LoopbackHub:
             self._fail_write(write, quiesced=True, reason="cancelled")
 
     def fence(self, peer: PeerId, target: PeerId) -> None:
-        """From when Fenced is reported, nothing of `peer` lands at `target`."""
+        """From when Fenced is reported, which is once, nothing of `peer` lands at `target`."""
+        if (peer, target) in self._fences:
+            return
+        self._fences[peer, target] = False
 
         def complete() -> None:
-            self._fenced[peer, target] = None
+            self._fences[peer, target] = True
             for write in list(self._writes.values()):
                 if (write.source, write.target) == (peer, target):
                     self._fail_write(write, quiesced=True, reason="fenced")
@@ -323,6 +331,10 @@ class LoopbackHub:
             data[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
 
 
+def endpoint_of(peer: PeerId) -> bytes:
+    return f"loopback:{peer.name}:{peer.incarnation}".encode()
+
+
 class LoopbackTransport:
     """One life's end of a hub; implements `transport.base.Transport` over `memory`."""
 
@@ -338,18 +350,22 @@ class LoopbackTransport:
         hub.register(self)
 
     def endpoint(self) -> bytes:
-        return f"loopback:{self.me.name}:{self.me.incarnation}".encode()
+        return endpoint_of(self.me)
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
         if peer in self._connecting or self._hub.can_write(self.me, peer):
             return
         self._connecting[peer] = None
-        self._hub.connect(self.me, peer)
+        self._hub.connect(self.me, peer, endpoint)
 
     def write(self, peer: PeerId, copies: Sequence[Copy], notify: bytes, *, checksum: bool = False) -> int:
+        """See Transport. Raises: UnknownPeerError, and ValueError for a range outside of either region."""
         reachable = self._hub.can_write(self.me, peer) if copies else self._hub.is_connected(self.me, peer)
         if not reachable:
             raise UnknownPeerError(f"not connected to {peer.name} (incarnation {peer.incarnation})")
+        for copy in copies:
+            self._check_range("source", copy, copy.source_bytes, len(self.memory))
+            self._check_range("target", copy, copy.target_bytes, self._hub.region_size_bytes(peer))
         handle = self._hub.next_handle()
         sums = [0] * len(copies) if checksum else None
         write = _Write(
@@ -390,6 +406,11 @@ class LoopbackTransport:
         if self._eventfd is not None:
             os.close(self._eventfd)
             self._eventfd = None
+
+    @staticmethod
+    def _check_range(side: str, copy: Copy, start_bytes: int, region_bytes: int) -> None:
+        if start_bytes < 0 or start_bytes + copy.size_bytes > region_bytes:
+            raise ValueError(f"copies: {copy} is outside of the {side} region of {region_bytes} bytes")
 
     def deliver(self, event: TransportEvent) -> None:
         """The hub's side: queues an event for poll."""

@@ -22,6 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -303,13 +304,13 @@ class ShmTransport:
 
     def _submit(self, handle: int, link: Link, outgoing: Outgoing, copies: Sequence[Copy], checksum: bool) -> None:
         assert link.region is not None
-        for copy in copies:
-            if copy.source_bytes < 0 or copy.source_bytes + copy.size_bytes > self._memory.size:
-                raise ValueError(f"copies: {copy} is outside of the source pool of {self._memory.size} bytes")
-            if copy.target_bytes < 0 or copy.target_bytes + copy.size_bytes > link.region.size_bytes:
-                raise ValueError(f"copies: {copy} is outside of the target pool of {link.region.size_bytes} bytes")
-        table = np.array([(c.source_bytes, c.target_bytes, c.size_bytes) for c in copies], dtype=np.uint64)
-        job = CopyJob(handle=handle, region=link.region, copies=table, checksum=checksum)
+        table = np.fromiter(chain.from_iterable(copies), dtype=np.int64, count=3 * len(copies)).reshape(-1, 3)
+        for column, (side, limit) in enumerate((("source", self._memory.size), ("target", link.region.size_bytes))):
+            is_outside = (table[:, column] < 0) | (table[:, 2] < 0) | (table[:, column] + table[:, 2] > limit)
+            if is_outside.any():
+                copy = copies[int(is_outside.argmax())]
+                raise ValueError(f"copies: {copy} is outside of the {side} pool of {limit} bytes")
+        job = CopyJob(handle=handle, region=link.region, copies=table.view(np.uint64), checksum=checksum)
         self._posted[handle] = _Posted(link=link, outgoing=outgoing, job=job)
         link.num_jobs += 1
         self._copier.submit(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -95,6 +96,9 @@ def available_memory_bytes() -> int:
 
 def _map(fd: int, size_bytes: int) -> mmap.mmap:
     mapping = mmap.mmap(fd, size_bytes)
+    # Attention reads the pool in pieces far apart. Where huge pages of shared memory are off, the advice is refused.
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     try:
         mapping.madvise(MADV_DONTFORK)  # else a child of ours could write on after we are fenced
         mapping.madvise(MADV_POPULATE_WRITE)

@@ -54,8 +54,8 @@ def test_alone_through_one_prefill_and_one_decode_worker(
         if len(prompt["output_ids"]) > 1:
             assert trace.done.kv.bytes > 0 and trace.done.kv.transport == "shm"
         if len(prompt["prompt_ids"]) == 2048:
-            # Eight chunks: seven have been pushed when the last one has been computed.
-            assert trace.done.kv.early_bytes >= 0.85 * trace.done.kv.bytes
+            # Eight chunks: when the last one has been computed seven have been pushed, and most layers of its own.
+            assert trace.done.kv.early_bytes >= 0.9 * trace.done.kv.bytes
             assert trace.done.timeline.push_ms < trace.done.timeline.first_token_ms
 
 

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from cluster.core.ids import Outcome, Role
@@ -26,15 +27,15 @@ Samples = dict[tuple[str, str], float]
 """By metric and state (empty where it has none)."""
 
 
-def read_page(address: str) -> Samples:
+def read_samples(address: str) -> list[Sample]:
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=DEADLINE_S) as page:
         assert page.headers["Content-Type"].startswith("text/plain")
         text = page.read().decode()
-    return {
-        (sample.name, sample.labels.get("state", "")): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def read_page(address: str) -> Samples:
+    return {(sample.name, sample.labels.get("state", "")): sample.value for sample in read_samples(address)}
 
 
 def serving(talk: Callable[[str], None]) -> None:
@@ -137,6 +138,7 @@ def test_workers_count_what_the_prefix_cache_saves(tmp_path: Path) -> None:
                 answer = await cluster.answer(f"r{index}", greedy(prompt, 10))
                 assert answer.outcome is Outcome.LENGTH, answer.reason
             status = await _settled_status(cluster, num_query_tokens=3 * 40)
+            await _check_links(cluster, status)
             for name, worker in status.items():
                 page = await asyncio.to_thread(read_page, worker.metrics_address)
                 # The second and the third time two of two and a half blocks are there. 16 tokens are a block.
@@ -154,6 +156,26 @@ def test_workers_count_what_the_prefix_cache_saves(tmp_path: Path) -> None:
                 assert page[("baton_sequences", "running")] == page[("baton_sequences", "waiting")] == 0
 
     asyncio.run(main())
+
+
+async def _check_links(cluster: PlainCluster, workers: dict[str, admin_pb2.WorkerStatus]) -> None:
+    """What the prefill worker measured is on its page, and shown by the coordinator once a heartbeat has told it."""
+    samples: dict[str, list[Sample]] = {}
+    for name, worker in workers.items():
+        page = await asyncio.to_thread(read_samples, worker.metrics_address)
+        samples[name] = [s for s in page if s.name == "baton_kv_link_bandwidth_bytes_per_second"]
+    assert samples["d0"] == [], "it only receives"
+    (sample,) = samples["p0"]
+    labels = {"worker": "p0", "pool": "prefill", "role": "prefill", "peer": "d0", "transport": "shm"}
+    assert sample.labels == labels and sample.value > 0
+    async with make_channel(cluster.address) as channel, asyncio.timeout(DEADLINE_S):
+        admin = admin_pb2_grpc.AdminStub(channel)
+        while not (links := (await admin.GetStatus(admin_pb2.GetStatusRequest())).links):
+            await asyncio.sleep(0.05)
+    (link,) = links
+    assert link.writer == f"p0#{workers['p0'].incarnation}" and link.peer == f"d0#{workers['d0'].incarnation}"
+    assert link.transport == "shm" and not link.is_slow
+    assert link.bandwidth_bytes_per_s == link.median_bytes_per_s == sample.value
 
 
 async def _settled_status(cluster: PlainCluster, *, num_query_tokens: int) -> dict[str, admin_pb2.WorkerStatus]:

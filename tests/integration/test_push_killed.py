@@ -21,10 +21,10 @@ import pytest
 
 from kv_transfer.protocol.limits import SECOND_NS
 from kv_transfer.protocol.messages import PeerId, PushKey
-from tests.support.push_process import LIMITS, NIXL, SHM, UCX, CommittedHere, FailedHere, PushWorker, Wire, Wrote
+from kv_transfer.transport.backends import why_unavailable
+from tests.support.push_process import LIMITS, WIRES, CommittedHere, FailedHere, PushWorker, Wire, Wrote
 from tests.support.soak import NUM_KILLED_PUSHES, NUM_KILLED_REMOTE_PUSHES
 
-WIRES = [SHM, NIXL, UCX]
 VICTIM_BLOCKS = 48
 OTHER_BLOCKS = 24
 QUICK_BLOCKS = 6
@@ -41,7 +41,7 @@ class Fleet:
     """Two senders, of which one is slow, and two receivers. Who is lost is replaced by a next life, started ahead."""
 
     def __init__(self, wire: Wire) -> None:
-        self.num_histories = NUM_KILLED_PUSHES if wire is SHM else NUM_KILLED_REMOTE_PUSHES
+        self.num_histories = NUM_KILLED_PUSHES if wire.copies_itself else NUM_KILLED_REMOTE_PUSHES
         self._wire = wire
         self._numbers = itertools.count(1)
         self._spares: dict[str, PushWorker] = {}
@@ -121,7 +121,7 @@ class Push:
 
 @pytest.fixture(params=WIRES, ids=lambda wire: wire.name)
 def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    reason = request.param.missing()
+    reason = why_unavailable(request.param.name)
     if reason is not None:
         pytest.skip(reason)
     fleet = Fleet(request.param)

@@ -1,25 +1,18 @@
-"""The shm transport between real processes: bytes, order, deaths, fences, and what is left behind."""
+"""What is the shm transport's own, beyond the conformance suite: deaths, kills, strangers, and peers in one process."""
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import select
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from kv_transfer.checksum import as_memory, checksum
 from kv_transfer.transport.base import (
     Connected,
     ConnectFailed,
@@ -34,118 +27,29 @@ from kv_transfer.transport.base import (
     WriteFailed,
 )
 from kv_transfer.transport.shm import MAX_NOTIFY_BYTES, ShmTransport
-from kv_transfer.transport.shm_pool import PoolMemory, PoolMemoryError, available_memory_bytes, create_pool, map_pool
+from kv_transfer.transport.shm_pool import PoolMemoryError, available_memory_bytes, create_pool, map_pool
 from kv_transfer.transport.shm_wire import Endpoint, Hello, encode_endpoint, encode_frame
+from tests.support.transport_wires import POOL_BYTES as POOL
+from tests.support.transport_wires import TIMEOUT_S, ProcessLife, ProcessWire, content
 
-BLOCK = 360 * 1024
-POOL = 16 * BLOCK
-TIMEOUT_S = 30.0
-SPAWN = multiprocessing.get_context("spawn")
 DECODE = PeerId("decode-0", 3)
 PREFILL = PeerId("prefill-0", 5)
 
 
-def fill(pool: PoolMemory, seed: int) -> None:
-    as_memory(pool.mapping)[:] = np.random.default_rng(seed).integers(0, 256, pool.size_bytes, dtype=np.uint8)
-
-
-def child_main(me: PeerId, seed: int, pipe: Connection) -> None:
-    """A worker process: does what it is told over `pipe`, reports its transport's events there."""
-    pool = create_pool(POOL)
-    fill(pool, seed)
-    transport = ShmTransport(me, pool)
-    pipe.send(transport.endpoint())
-    poller = select.poll()
-    poller.register(transport.fileno(), select.POLLIN)
-    poller.register(pipe.fileno(), select.POLLIN)
-    while True:
-        poller.poll()
-        for event in transport.poll():
-            pipe.send(event)
-        if pipe.poll():
-            try:
-                method, args, options = pipe.recv()
-            except EOFError:
-                break
-            if method == "close":
-                break
-            if method == "hammer":
-                hammer(transport, *args)
-            else:
-                pipe.send(("result", getattr(transport, method)(*args, **options)))
-    transport.close()
-    pool.close()
-    pipe.close()
-
-
-def hammer(transport: ShmTransport, peer: PeerId) -> None:
-    """Writes the whole pool over and over, never stopping by itself."""
-    copies = [Copy(0, 0, POOL)]
-    pending = 0
-    while True:
-        while pending < 4:
-            transport.write(peer, copies, b"")
-            pending += 1
-        pending -= sum(isinstance(event, WriteCompleted) for event in transport.poll())
-
-
-@dataclass
-class Child:
-    """The parent's handle on a worker process."""
-
-    process: multiprocessing.process.BaseProcess
-    pipe: Connection
-    endpoint: bytes
-    events: list[TransportEvent]
-
-    def call(self, method: str, *args: Any, **options: Any) -> Any:
-        self.pipe.send((method, args, options))
-        while True:
-            said = self.receive()
-            if isinstance(said, tuple) and said[0] == "result":
-                return said[1]
-            self.events.append(said)
-
-    def tell(self, method: str, *args: Any) -> None:
-        self.pipe.send((method, args, {}))
-
-    def receive(self) -> Any:
-        assert self.pipe.poll(TIMEOUT_S), "the child says nothing"
-        return self.pipe.recv()
-
-    def wait_for(self, wanted: type[TransportEvent]) -> TransportEvent:
-        while True:
-            for position, event in enumerate(self.events):
-                if isinstance(event, wanted):
-                    return self.events.pop(position)
-            self.events.append(self.receive())
-
-    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+@pytest.fixture(scope="module")
+def wire() -> Iterator[ProcessWire]:
+    wire = ProcessWire("shm")
+    yield wire
+    wire.close()
 
 
 @pytest.fixture
-def start_child() -> Iterator[Callable[..., Child]]:
-    children: list[Child] = []
-
-    def start(me: PeerId = PREFILL, seed: int = 1) -> Child:
-        ours, theirs = SPAWN.Pipe()
-        process = SPAWN.Process(target=child_main, args=(me, seed, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        assert ours.poll(TIMEOUT_S)
-        child = Child(process, ours, ours.recv(), [])
-        children.append(child)
-        return child
+def start_child(wire: ProcessWire) -> Iterator[Callable[..., ProcessLife]]:
+    def start(me: PeerId = PREFILL, seed: int = 1) -> ProcessLife:
+        return wire.start(me, seed)
 
     yield start
-    for child in children:
-        if child.process.is_alive():
-            child.process.kill()
-        child.process.join(TIMEOUT_S)
-        child.pipe.close()
-        child.process.close()
+    wire.end_test()
 
 
 class Here:
@@ -154,8 +58,7 @@ class Here:
     def __init__(self, me: PeerId = DECODE, seed: int = 0) -> None:
         self.me = me
         self.pool = create_pool(POOL)
-        if seed:
-            fill(self.pool, seed)
+        self.pool.mapping[:] = content(seed)
         self.transport = ShmTransport(me, self.pool)
         self.events: list[TransportEvent] = []
 
@@ -191,48 +94,13 @@ def here() -> Iterator[Here]:
     life.close()
 
 
-def expected_pool(seed: int) -> bytes:
-    return np.random.default_rng(seed).integers(0, 256, POOL, dtype=np.uint8).tobytes()
-
-
-def connect_child(here: Here, child: Child) -> None:
+def connect_child(here: Here, child: ProcessLife) -> None:
     child.call("connect", here.me, here.transport.endpoint())
     assert here.wait_for(Connected) == Connected(peer=PREFILL)
     assert child.wait_for(Connected) == Connected(peer=here.me)
 
 
-def test_blocks_are_copied_once_and_summed(here: Here, start_child: Callable[..., Child]) -> None:
-    child = start_child()
-    connect_child(here, child)
-    copies = [Copy(3 * BLOCK, 7 * BLOCK, BLOCK), Copy(0, 2 * BLOCK, BLOCK), Copy(100, BLOCK + 8, 1000)]
-    handle = child.call("write", here.me, copies, b"chunk", checksum=True)
-    notified = here.wait_for(Notified)
-    assert isinstance(notified, Notified) and notified.peer == PREFILL
-    source = expected_pool(1)
-    pieces = [source[c.source_bytes : c.source_bytes + c.size_bytes] for c in copies]
-    assert notified.payload == b"chunk" + b"".join(checksum(piece).to_bytes(8, "little") for piece in pieces)
-    for copy, piece in zip(copies, pieces, strict=True):
-        assert here.bytes_at(copy.target_bytes, copy.size_bytes) == piece
-    assert here.bytes_at(0, BLOCK) == bytes(BLOCK), "a byte landed beside its block"
-    assert child.wait_for(WriteCompleted) == WriteCompleted(handle=handle)
-
-
-def test_notifications_arrive_in_order_and_after_their_bytes(here: Here, start_child: Callable[..., Child]) -> None:
-    child = start_child()
-    connect_child(here, child)
-    for number in range(60):  # many more than the kernel queues, so the writer must hold some back
-        copies = [Copy(number % 16 * BLOCK, number % 16 * BLOCK, BLOCK)] if number % 3 else []
-        child.call("write", here.me, copies, number.to_bytes(2, "little"))
-    source = expected_pool(1)
-    for number in range(60):
-        notified = here.wait_for(Notified)
-        assert isinstance(notified, Notified) and int.from_bytes(notified.payload, "little") == number
-        if number % 3:
-            start = number % 16 * BLOCK
-            assert here.bytes_at(start, BLOCK) == source[start : start + BLOCK]
-
-
-def test_receiver_answers_over_the_same_connection(here: Here, start_child: Callable[..., Child]) -> None:
+def test_receiver_answers_over_the_same_connection(here: Here, start_child: Callable[..., ProcessLife]) -> None:
     child = start_child()
     connect_child(here, child)
     handle = here.transport.write(PREFILL, [], b"committed")
@@ -242,7 +110,7 @@ def test_receiver_answers_over_the_same_connection(here: Here, start_child: Call
         here.transport.write(PREFILL, [Copy(0, 0, 8)], b"")
 
 
-def test_killed_writer_is_noticed_and_its_fence_completes(here: Here, start_child: Callable[..., Child]) -> None:
+def test_killed_writer_is_noticed_and_its_fence_completes(here: Here, start_child: Callable[..., ProcessLife]) -> None:
     child = start_child()
     connect_child(here, child)
     child.kill()
@@ -254,7 +122,7 @@ def test_killed_writer_is_noticed_and_its_fence_completes(here: Here, start_chil
         here.transport.write(PREFILL, [], b"")
 
 
-def test_killed_receiver_is_noticed_by_the_writer(start_child: Callable[..., Child]) -> None:
+def test_killed_receiver_is_noticed_by_the_writer(start_child: Callable[..., ProcessLife]) -> None:
     child = start_child(DECODE)
     here = Here(PREFILL, seed=1)
     try:
@@ -269,54 +137,31 @@ def test_killed_receiver_is_noticed_by_the_writer(start_child: Callable[..., Chi
         here.close()
 
 
-def test_fence_ends_a_writer_in_full_flight(here: Here, start_child: Callable[..., Child]) -> None:
+def test_fence_is_the_writers_death(here: Here, start_child: Callable[..., ProcessLife]) -> None:
     child = start_child()
     connect_child(here, child)
-    child.tell("hammer", here.me)
-    for _ in range(20):
-        here.wait_for(Notified)
+    child.flood(here.me)
+    here.wait_for(Notified)
     here.transport.fence(PREFILL)
     assert here.wait_for(Fenced) == Fenced(peer=PREFILL)
-    here.pool.mapping[:] = bytes(POOL)
-    time.sleep(0.05)  # nothing may land: a real late write needs real time
-    assert here.bytes_at(0, POOL) == bytes(POOL)
     child.process.join(TIMEOUT_S)
     assert child.process.exitcode == -signal.SIGKILL
 
 
-def test_fence_ends_a_stopped_writer(here: Here, start_child: Callable[..., Child]) -> None:
-    child = start_child()
-    connect_child(here, child)
-    child.tell("hammer", here.me)
-    here.wait_for(Notified)
-    child.kill(signal.SIGSTOP)
-    time.sleep(0.05)
-    here.pool.mapping[:] = bytes(POOL)  # the blocks are given to somebody else, too early
+def test_fenced_life_that_was_never_let_in_is_not_killed(here: Here, start_child: Callable[..., ProcessLife]) -> None:
     here.transport.fence(PREFILL)
     assert here.wait_for(Fenced) == Fenced(peer=PREFILL)
-    with suppress(ProcessLookupError):
-        child.kill(signal.SIGCONT)
-    here.pool.mapping[:] = bytes(POOL)
-    time.sleep(0.05)
-    assert here.bytes_at(0, POOL) == bytes(POOL)
-
-
-def test_fenced_life_is_refused_and_the_next_one_welcome(here: Here, start_child: Callable[..., Child]) -> None:
-    here.transport.fence(PREFILL)  # before it ever connected
-    assert here.wait_for(Fenced) == Fenced(peer=PREFILL)
-    old = start_child()
-    old.call("connect", here.me, here.transport.endpoint())
+    child = start_child()
+    child.call("connect", here.me, here.transport.endpoint())
     here.answer_hello()
-    failed = old.wait_for(ConnectFailed)
+    failed = child.wait_for(ConnectFailed)
     assert isinstance(failed, ConnectFailed) and "fenced" in failed.reason
-    assert old.process.is_alive(), "who was never given the pool is not killed"
-    again = PeerId(PREFILL.name, PREFILL.incarnation + 1)
-    new = start_child(again)
-    new.call("connect", here.me, here.transport.endpoint())
-    assert here.wait_for(Connected) == Connected(peer=again)
+    assert child.process.is_alive()
 
 
-def test_writer_that_left_in_order_is_not_killed_by_a_fence(here: Here, start_child: Callable[..., Child]) -> None:
+def test_writer_that_left_in_order_is_not_killed_by_a_fence(
+    here: Here, start_child: Callable[..., ProcessLife]
+) -> None:
     child = start_child()
     connect_child(here, child)
     child.call("disconnect", here.me)
@@ -435,19 +280,14 @@ def test_strangers_are_turned_away(here: Here, frame: bytes) -> None:
     assert here.events == []
 
 
-def test_ranges_outside_of_the_pools_raise(here: Here) -> None:
+def test_notifications_are_as_large_as_a_frame(here: Here) -> None:
     writer = Here(PREFILL)
     try:
         writer.transport.connect(DECODE, here.transport.endpoint())
         here.wait_for(Connected)
         writer.wait_for(Connected)
-        for copy in (Copy(POOL - 1, 0, 2), Copy(0, POOL - 1, 2), Copy(-1, 0, 1), Copy(0, -8, 8)):
-            with pytest.raises(ValueError, match="copies"):
-                writer.transport.write(DECODE, [copy], b"")
         with pytest.raises(ValueError, match="notify"):
             writer.transport.write(DECODE, [], bytes(MAX_NOTIFY_BYTES + 1))
-        with pytest.raises(UnknownPeerError):
-            writer.transport.write(PeerId("decode-0", 2), [], b"")
         writer.transport.write(DECODE, [], bytes(MAX_NOTIFY_BYTES))
         notified = here.wait_for(Notified)
         assert isinstance(notified, Notified) and len(notified.payload) == MAX_NOTIFY_BYTES
@@ -462,7 +302,7 @@ def descriptors_and_maps() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), maps, threads
 
 
-def test_close_gives_everything_back(start_child: Callable[..., Child]) -> None:
+def test_close_gives_everything_back(start_child: Callable[..., ProcessLife]) -> None:
     child = start_child(DECODE)
     before = descriptors_and_maps()
     writer, reader = Here(PREFILL, seed=1), Here(PeerId("decode-1", 1))
@@ -482,9 +322,7 @@ def test_close_gives_everything_back(start_child: Callable[..., Child]) -> None:
     reader.close()
     assert descriptors_and_maps() == before
     child.wait_for(PeerGone)
-    child.tell("close")
-    child.process.join(TIMEOUT_S)
-    assert child.process.exitcode == 0
+    child.close()
 
 
 def test_pool_that_does_not_fit_is_refused() -> None:

@@ -125,6 +125,12 @@ class WorkerPairMachine(RuleBasedStateMachine):
             host.end_step()
             self._react()
 
+    @precondition(lambda self: self.world.prefill.layer_marks)
+    @rule()
+    def write_layers(self) -> None:
+        self.world.prefill.write_layers()
+        self._react()
+
     @rule(on_decode=st.booleans(), odds=st.integers(0, 9))
     def fail_step(self, on_decode: bool, odds: int) -> None:
         host = self._host(on_decode)

@@ -23,7 +23,7 @@ from engine.core.step import SampledToken, ScoredToken, SequenceStep
 from engine.model.sampler import Sampler, score
 from tests.support.engine_model import make_step
 from tests.support.toy_engine import ToyRunner, folds_of
-from tests.support.worker_pair import BLOCK_SIZE, World, answer_name, delivered_of
+from tests.support.worker_pair import BLOCK_SIZE, NUM_LAYERS, World, answer_name, delivered_of
 
 VOCABULARY_SIZE = 40
 EOS = (3, 8)
@@ -110,7 +110,7 @@ def scores_alone(body: RequestBody) -> list[TokenInfo]:
 def make_world() -> World:
     world = World(eos_token_ids=frozenset(EOS))
     for host in world.hosts():
-        host.runner = SamplingRunner(host.state.pool, BLOCK_SIZE)
+        host.runner = SamplingRunner(host.state.pool, BLOCK_SIZE, num_layers=NUM_LAYERS)
     return world
 
 

@@ -30,6 +30,7 @@ from kv_transfer.protocol.messages import (
     Grant,
     PeerId,
     PushArrived,
+    PushChunk,
     PushEffect,
     PushFailed,
     PushKey,
@@ -52,11 +53,20 @@ from kv_transfer.transport.base import (
     WriteCompleted,
     WriteFailed,
 )
-from kv_transfer.transport.loopback import LoopbackFaults, LoopbackHub, LoopbackTransport
+from kv_transfer.transport.loopback import LoopbackFaults, LoopbackHub, LoopbackTransport, endpoint_of
 
 NUM_HISTORIES = 400
 NUM_BLOCKS = 12
-LAYOUT = KVLayout(groups=(LayerGroup(num_layers=1, num_kv_heads=1, head_dim=4),), block_size=1, dtype="bfloat16")
+LAYOUT = KVLayout(
+    groups=(
+        LayerGroup(num_layers=2, num_kv_heads=1, head_dim=4),
+        LayerGroup(num_layers=3, num_kv_heads=2, head_dim=2),
+        LayerGroup(num_layers=1, num_kv_heads=1, head_dim=8),
+    ),
+    block_size=1,
+    dtype="bfloat16",
+)
+NUM_LAYERS = LAYOUT.num_layers
 BLOCK_SIZE_BYTES = LAYOUT.block_size_bytes
 LIMITS = PushLimits(
     lease_ttl_ns=40 * MILLISECOND_NS,
@@ -125,7 +135,7 @@ class Prefill:
         self.pool = bytearray(NUM_BLOCKS * BLOCK_SIZE_BYTES)
         self.free = list(range(NUM_BLOCKS))
         self.transport = LoopbackTransport(world.hub, me, memoryview(self.pool))
-        self.machine = PushSender(LIMITS, checksum=True, block_size_bytes=BLOCK_SIZE_BYTES)
+        self.machine = PushSender(LIMITS, checksum=True, block_size_bytes=BLOCK_SIZE_BYTES, num_layers=NUM_LAYERS)
         self.sources: dict[PushKey, Source] = {}
         self.writes: dict[int, int] = {}
         self.handles: dict[int, int] = {}
@@ -136,8 +146,6 @@ class Prefill:
             return
         block_ids = [self.free.pop() for _ in range(num_blocks)]
         content = [self.world.rng.randbytes(BLOCK_SIZE_BYTES) for _ in block_ids]
-        for block_id, data in zip(block_ids, content, strict=True):
-            self.put(block_id, data)
         self.sources[grant.key] = Source(grant, num_blocks, block_ids, content)
         self.run(self.machine.open(self.world.now_ns, grant, num_blocks))
 
@@ -149,17 +157,36 @@ class Prefill:
         source = self.sources.get(key)
         if source is None or source.is_released:
             return
-        now_ns, left = self.world.now_ns, source.num_blocks - source.num_given
+        left = source.num_blocks - source.num_given
         if left > 0:
-            count = self.world.rng.randint(1, left)
-            ready = [(i, source.block_ids[i]) for i in range(source.num_given, source.num_given + count)]
-            source.num_given += count
-            self.run(self.machine.blocks_ready(now_ns, key, ready))
-        if source.num_given == source.num_blocks:
+            indices = list(range(source.num_given, source.num_given + self.world.rng.randint(1, left)))
+            source.num_given += len(indices)
+            self.compute_layers(key, indices, 0)
+        else:
             first = FirstToken(choice=0, position=0, token_id=7)
-            self.run(self.machine.finish(now_ns, key, source.num_blocks, [first]))
+            self.run(self.machine.finish(self.world.now_ns, key, source.num_blocks, [first]))
+
+    def compute_layers(self, key: PushKey, indices: list[int], first_layer: int) -> None:
+        """The chunk's next layers are done, often all of them at once; what comes after them is not there yet."""
+        source, rng = self.sources[key], self.world.rng
+        if source.is_released:
             return
-        self.world.later(self.world.rng.randrange(4 * MILLISECOND_NS), lambda: self.compute(key), self.me)
+        stop = rng.choice([NUM_LAYERS, rng.randint(first_layer + 1, NUM_LAYERS)])
+        layers = range(first_layer, stop)
+        for index in indices:
+            start, size = LAYOUT.layers_slice(0, layers)
+            at = source.block_ids[index] * BLOCK_SIZE_BYTES + start
+            self.pool[at : at + size] = source.content[index][start : start + size]
+        rng.shuffle(indices)
+        ready = [(index, source.block_ids[index]) for index in indices]
+        is_whole = len(layers) == NUM_LAYERS
+        self.world.num_groups += not is_whole
+        self.run(self.machine.blocks_ready(self.world.now_ns, key, ready, None if is_whole else layers))
+        after_ns = rng.randrange(4 * MILLISECOND_NS)
+        if stop < NUM_LAYERS:
+            self.world.later(after_ns, lambda: self.compute_layers(key, indices, stop), self.me)
+        else:
+            self.world.later(after_ns, lambda: self.compute(key), self.me)
 
     def handle(self, event: TransportEvent) -> None:
         now_ns, machine = self.world.now_ns, self.machine
@@ -192,7 +219,7 @@ class Prefill:
 
     def perform(self, effect: PushEffect) -> None:
         if isinstance(effect, ConnectPeer):
-            self.transport.connect(effect.peer, b"")
+            self.transport.connect(effect.peer, endpoint_of(effect.peer))
         elif isinstance(effect, SendMessage):
             self.world.send(self.transport, effect)
         elif isinstance(effect, WriteBlocks):
@@ -209,7 +236,7 @@ class Prefill:
     def write(self, effect: WriteBlocks) -> None:
         pairs = list(zip(effect.source_blocks, [b.block_id for b in effect.message.blocks], strict=True))
         try:
-            copies = plan_block_copies(pairs, LAYOUT)
+            copies = plan_block_copies(pairs, LAYOUT, effect.message.layers)
             handle = self.transport.write(effect.peer, copies, encode(effect.message), checksum=True)
         except UnknownPeerError:
             # The connection broke and its PeerGone is on its way.
@@ -217,7 +244,7 @@ class Prefill:
             return
         self.writes[handle] = effect.write_id
         self.handles[effect.write_id] = handle
-        self.world.writers[handle] = effect.message.key
+        self.world.writers[handle] = effect.message
 
     def write_refused(self, write_id: int) -> None:
         self.run(self.machine.on_write_failed(self.world.now_ns, write_id, True, "not connected"))
@@ -247,7 +274,7 @@ class Decode:
         self.free = list(range(NUM_BLOCKS))
         self.quarantined: dict[int, PushKey] = {}
         self.transport = LoopbackTransport(world.hub, me, memoryview(self.pool))
-        self.machine = PushReceiver(LIMITS, checksum=True)
+        self.machine = PushReceiver(LIMITS, checksum=True, num_layers=NUM_LAYERS)
 
     def reserve(self, key: PushKey, sender: PeerId) -> None:
         rng = self.world.rng
@@ -319,7 +346,7 @@ class Decode:
                 self.give_back(block_id)
 
     def verify(self, effect: VerifyBlocks) -> None:
-        ranges = [(block_id * BLOCK_SIZE_BYTES, BLOCK_SIZE_BYTES) for block_id in effect.block_ids]
+        ranges = [LAYOUT.layers_slice(block_id, effect.layers) for block_id in effect.block_ids]
         sums = checksums(as_memory(self.pool), ranges)
         bad = tuple(b for b, s, e in zip(effect.block_ids, sums, effect.checksums, strict=True) if s != e)
         self.run(self.machine.on_verified(self.world.now_ns, effect.key, effect.chunk, bad))
@@ -360,9 +387,11 @@ class World:
     now_ns: int = 0
     num_leases: int = 0
     num_malformed: int = 0
+    num_groups: int = 0
+    """Times that some layers of a chunk were ready before others."""
     outcomes: dict[PushKey, Outcome] = field(default_factory=dict)
     content: dict[PushKey, list[bytes]] = field(default_factory=dict)
-    writers: dict[int, PushKey] = field(default_factory=dict)
+    writers: dict[int, PushChunk] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -554,13 +583,13 @@ class World:
     # ---- what must hold --------------------------------------------------------------------------------------
 
     def check_landing(self, handle: int, source: PeerId, target: PeerId, copy: Copy) -> None:
-        """A byte lands: its block must still be the writer's, reserved or quarantined."""
+        """Bytes land: in the layers that were meant, of a block that is still the writer's, reserved or quarantined."""
         decode = self.life(target)
         assert isinstance(decode, Decode)
-        block_id, offset = divmod(copy.target_bytes, BLOCK_SIZE_BYTES)
-        assert offset == 0 and copy.size_bytes == BLOCK_SIZE_BYTES
-        owner, writer = decode.blocks[block_id].owner, self.writers[handle]
-        assert owner == writer, f"a write of {writer} lands in block {block_id} of {owner}"
+        block_id = copy.target_bytes // BLOCK_SIZE_BYTES
+        owner, message = decode.blocks[block_id].owner, self.writers[handle]
+        assert owner == message.key, f"a write of {message.key} lands in block {block_id} of {owner}"
+        assert (copy.target_bytes, copy.size_bytes) == LAYOUT.layers_slice(block_id, message.layers)
 
     def check_rest(self) -> None:
         for decode in self.decodes.values():
@@ -600,3 +629,4 @@ def test_histories_see_commits_failures_and_damage() -> None:
     assert committed > len(outcomes) // 4
     assert sum(outcome.failed for outcome in outcomes) > len(outcomes) // 10
     assert sum(world.num_malformed for world in worlds) > 0
+    assert sum(world.num_groups for world in worlds) > 100

@@ -36,10 +36,11 @@ def test_histories_reach_what_they_are_meant_to_reach() -> None:
     for seed in range(300):
         total.add(run_seed(seed))
     assert total.num_fences > 10 and total.num_late_copies > 5 and total.num_given_up > 30, str(total)
-    assert total.num_copies > 1000, str(total)
+    assert total.num_copies > 1000 and total.num_partial_copies > 500, str(total)
     for outcome in (Outcome.STOP, Outcome.LENGTH, Outcome.CANCELLED, Outcome.DEADLINE_EXCEEDED):
         assert total.outcomes[outcome.value] > 20, str(total)
-    for outcome in (Outcome.REJECTED_INVALID, Outcome.REJECTED_OVERLOAD, Outcome.TRANSFER_FAILED):
+    # That every attempt's transfer fails is too rare to count on; scenarios have it.
+    for outcome in (Outcome.REJECTED_INVALID, Outcome.REJECTED_OVERLOAD):
         assert total.outcomes[outcome.value] > 0, str(total)
     num_answered = total.outcomes[Outcome.STOP.value] + total.outcomes[Outcome.LENGTH.value]
     assert num_answered > 0.6 * sum(total.outcomes.values()), str(total)

@@ -6,11 +6,13 @@ A rule whose breaking nothing notices is either not needed or not tested.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from cluster.agent.last_chunks import LastChunks
 from cluster.agent.leg_control import LegControl
 from cluster.agent.outbox import Outbox
 from cluster.agent.pushes import Pushes
@@ -27,7 +29,10 @@ from engine.core.request import RequestBody
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.core.step import SequenceStep
+from kv_transfer.protocol.messages import PushEnd
 from kv_transfer.protocol.receiver import PushReceiver
+from kv_transfer.protocol.receiver_push import IncomingPush
+from kv_transfer.protocol.sender_push import OutgoingPush
 from tests.sim.worlds import ARRIVAL_NS, ask, count, fault, finish, make_world, run_until
 
 
@@ -109,13 +114,48 @@ def test_blocks_that_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_source_blocks_that_are_let_go_before_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks_ready = Pushes.blocks_ready
 
-    def let_go(self: Pushes, now_ns: int, key: Any, blocks: Any) -> None:
-        blocks_ready(self, now_ns, key, blocks)
+    def let_go(self: Pushes, now_ns: int, key: Any, blocks: Any, layers: Any = None) -> None:
+        blocks_ready(self, now_ns, key, blocks, layers)
         self._pool.release(self._sources[key])
         self._sources[key] = []
 
     monkeypatch.setattr(Pushes, "blocks_ready", let_go)
     first_failure(seeds(400))
+
+
+def test_layers_that_are_pushed_before_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers_written = LastChunks.layers_written
+
+    def run_ahead(self: LastChunks, now_ns: int, num_layers: int) -> None:
+        ahead = min(num_layers + 1, len(self._every_layer))
+        if ahead > self._num_layers_given:
+            layers_written(self, now_ns, ahead)
+
+    monkeypatch.setattr(LastChunks, "layers_written", run_ahead)
+    assert "was given token" in first_failure(seeds(100))
+
+
+def test_a_commit_without_the_last_group_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender forgets what the step wrote last. The receiver counts layers, and that is the only guard."""
+    give = OutgoingPush.give
+
+    def give_all_but_the_last(self: OutgoingPush, blocks: Any, layers: range) -> None:
+        give(self, blocks, layers)
+        if layers.start > 0 and layers.stop == self.num_layers:
+            self.pending = deque(piece for piece in self.pending if piece.layers != layers)
+
+    def hold_every_block(self: IncomingPush, end: PushEnd) -> bool:
+        counted = [block.index for block in self.grant.blocks if block.index < end.num_blocks]
+        return not self.lost_chunks(end.num_chunks) and sorted(self.layers_arrived) == counted
+
+    monkeypatch.setattr(OutgoingPush, "give", give_all_but_the_last)
+    monkeypatch.setattr(OutgoingPush, "_check_layers", lambda self: None)
+    world = make_world(ask(0, num_prompt_tokens=40))
+    run_until(world, lambda: count(world, "LegFailed", "do not cover the granted blocks") > 0)
+    assert count(world, "Committed") == 0, "the attempt fails closed"
+
+    monkeypatch.setattr(IncomingPush, "is_complete", hold_every_block)
+    assert "was given token" in first_failure([lambda: run_scenario(Scenario(seed=1, requests=(ask(0),)))])
 
 
 def decode_workers_that_come_back() -> list[Callable[[], object]]:

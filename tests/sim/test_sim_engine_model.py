@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.core.ids import Outcome
-from cluster.sim.engine_model import EOS_TOKEN_ID, Oracle, run_plan
-from cluster.sim.kv_memory import KVMemory, checksum
+from cluster.sim.engine_model import EOS_TOKEN_ID, Oracle, StepRun
+from cluster.sim.kv_memory import ContextHash, KVMemory, checksum
 from engine.core.sampling import SamplingParams
 from engine.core.step import SequenceKey, SequenceStep, StepPlan
 
@@ -19,6 +19,13 @@ def answer(sampling: SamplingParams, max_model_tokens: int, stop_pair: tuple[int
     while oracle.outcome is None:
         oracle.accept(oracle.choices()[0])
     return oracle
+
+
+def prompt_context() -> ContextHash:
+    context = ContextHash()
+    for token_id in PROMPT:
+        context.append(token_id)
+    return context
 
 
 def run_alone(memory: KVMemory, table: list[int], chunk: int, sampling: SamplingParams, num_tokens: int) -> list[int]:
@@ -38,7 +45,7 @@ def run_alone(memory: KVMemory, table: list[int], chunk: int, sampling: Sampling
             prompt_ids=PROMPT,
             output_ids=output,
         )
-        tokens_drawn = run_plan(StepPlan(step_id=0, sequences=[step]), memory).tokens[0]
+        tokens_drawn = StepRun(StepPlan(step_id=0, sequences=[step]), memory).finish().tokens[0]
         start += len(token_ids)
         assert len(tokens_drawn) == sample
         for drawn in tokens_drawn:
@@ -75,8 +82,58 @@ def test_a_wrong_block_changes_the_answer() -> None:
             prompt_ids=PROMPT,
             output_ids=[right[0]],
         )
-        (drawn,) = run_plan(StepPlan(step_id=0, sequences=[step]), damaged).tokens[0]
+        (drawn,) = StepRun(StepPlan(step_id=0, sequences=[step]), damaged).finish().tokens[0]
         assert drawn.token_id != right[1], f"position {position} is not seen"
+
+
+def test_every_layer_of_every_token_is_read() -> None:
+    memory, table = KVMemory(12, 4, rubbish=1, num_layers=3), [7, 2, 9, 0, 5]
+    run_alone(memory, table, 4, SamplingParams(max_tokens=8, ignore_eos=True), 1)
+    whole, num_tokens = memory.read(table, len(PROMPT)), len(PROMPT)
+    assert ContextHash(whole).value == prompt_context().value
+    for position in range(num_tokens):
+        for layer in range(3):
+            damaged = KVMemory(12, 4, rubbish=1, num_layers=3)
+            damaged.data[:] = memory.data
+            damaged.data[((table[position // 4] * 3 + layer) * 4 + position % 4) * 8] ^= 1
+            assert damaged.read(table, num_tokens) != whole, f"layer {layer} of position {position} is not seen"
+
+
+@pytest.mark.parametrize("layers", [range(1), range(1, 3), range(2, 3)])
+def test_layers_of_another_block_are_seen(layers: range) -> None:
+    """As if the last groups of a push had never come, and the block still held what it held before."""
+    memory, table = KVMemory(12, 4, rubbish=1, num_layers=3), [7, 2, 9, 0, 5]
+    run_alone(memory, table, 4, SamplingParams(max_tokens=8, ignore_eos=True), 1)
+    whole = memory.read(table, 8)
+    start, size = memory.layout.layers_slice(7, layers)
+    memory.data[start : start + size] = memory.block(2, layers)
+    assert memory.read(table, 8) != whole
+
+
+def test_layers_that_a_step_has_not_reached_are_not_written() -> None:
+    memory, table = KVMemory(12, 4, rubbish=1, num_layers=3), [7, 2, 9]
+    before = memory.block(7)
+    step = SequenceStep(
+        key=SequenceKey("r", 1),
+        token_ids=PROMPT[:4],
+        start=0,
+        block_table=table,
+        sample=False,
+        sampling=SamplingParams(),
+        position=0,
+        prompt_ids=PROMPT,
+        output_ids=[],
+    )
+    run = StepRun(StepPlan(step_id=0, sequences=[step]), memory)
+    run.compute()
+    assert memory.block(7) == before
+    run.write_layers(2)
+    assert memory.block(7, range(2, 3)) == before[64:]
+    for layer in range(2):
+        assert memory.block(7, range(layer, layer + 1)) != before[:32]
+    run.finish()
+    alone = ContextHash()
+    assert memory.read(table, 4) == b"".join(alone.append(token_id).to_bytes(8, "big") for token_id in PROMPT[:4])
 
 
 def test_swapped_blocks_are_seen() -> None:

@@ -69,7 +69,15 @@ class Rig:
 
 
 def make_chunk(target: int) -> PushChunk:
-    return PushChunk(key=PushKey("r", 1), lease_id=1, rank=0, chunk=0, blocks=(BlockGrant(0, target, 1),))
+    return PushChunk(
+        key=PushKey("r", 1),
+        lease_id=1,
+        rank=0,
+        chunk=0,
+        blocks=(BlockGrant(0, target, 1),),
+        first_layer=0,
+        num_layers=1,
+    )
 
 
 @pytest.fixture(params=list(Family))

@@ -7,7 +7,6 @@ told over a pipe, and reports there what becomes of its pushes.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import multiprocessing
 import os
 import signal
@@ -26,6 +25,7 @@ from kv_transfer.protocol.layout import KVLayout, LayerGroup
 from kv_transfer.protocol.limits import MILLISECOND_NS, PushLimits
 from kv_transfer.protocol.messages import Grant, PeerId, PushKey
 from kv_transfer.transport import shm_copier
+from kv_transfer.transport.backends import open_backend
 from kv_transfer.transport.base import Copy, Transport
 from kv_transfer.transport.shm_pool import PoolMemory, create_pool
 
@@ -53,24 +53,17 @@ class Wire:
     that a signal lands within one; elsewhere a slow sender's blocks become ready slowly."""
 
     name: str
-    module: str
-    transport: str
-    library: str = "numpy"
     copies_itself: bool = False
 
-    def missing(self) -> str | None:
-        """Why it cannot be tested, if it cannot."""
-        absent = [name for name in (self.module, self.library) if importlib.util.find_spec(name) is None]
-        return f"{', '.join(absent)}: not there" if absent else None
-
     def open(self, me: PeerId, pool: PoolMemory) -> Transport:
-        transport: Transport = getattr(importlib.import_module(self.module), self.transport)(me, pool)
-        return transport
+        return open_backend(self.name, me, pool)
 
 
-SHM = Wire(name="shm", module="kv_transfer.transport.shm", transport="ShmTransport", copies_itself=True)
-NIXL = Wire(name="nixl", module="kv_transfer.transport.nixl", transport="NixlTransport", library="nixl_cu12")
-UCX = Wire(name="ucx", module="kv_transfer.transport.ucx", transport="UcxTransport", library="ucxx")
+WIRES = (
+    Wire(name="shm", copies_itself=True),
+    Wire(name="nixl"),
+    Wire(name="ucx"),
+)
 
 
 def pattern(seed: int, num_blocks: int) -> Memory:

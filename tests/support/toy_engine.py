@@ -85,13 +85,22 @@ def scores_of(prompt_ids: list[int], salt: int = 0) -> list[float]:
 
 
 class ToyRunner:
-    """Runs plans over the slots of a pool. `salt_of` stands for what else the KV depends on (adapter, cache salt)."""
+    """Runs plans over the slots of a pool. `salt_of` stands for what else the KV depends on (adapter, cache salt).
 
-    def __init__(self, pool: BlockPool, block_size: int, salt_of: Callable[[SequenceKey], int] = lambda key: 0) -> None:
+    The first layer of a slot holds its KV, every other one a number that has to go with it.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        salt_of: Callable[[SequenceKey], int] = lambda key: 0,
+        num_layers: int = 1,
+    ) -> None:
         self._pool = pool
         self._block_size = block_size
         self._salt_of = salt_of
-        self._slots = [0] * (pool.num_blocks * block_size)
+        self._layers = [[0] * (pool.num_blocks * block_size) for _ in range(num_layers)]
         self.num_tokens_run = 0
         self.max_sequences_in_step = 0
 
@@ -101,12 +110,40 @@ class ToyRunner:
     def write(self, block_table: list[int], kv: list[int]) -> None:
         """Puts the KV of positions 0, 1, ... into their slots, as a push does."""
         for position, token_kv in enumerate(kv):
-            self._slots[self.slot(block_table, position)] = token_kv
+            self._put(self.slot(block_table, position), token_kv, range(len(self._layers)))
 
     def read(self, block_table: list[int], num_tokens: int) -> list[int]:
-        return [self._slots[self.slot(block_table, position)] for position in range(num_tokens)]
+        return [self._get(self.slot(block_table, position)) for position in range(num_tokens)]
+
+    def block(self, block_id: int, layers: range) -> list[list[int]]:
+        """What these layers hold, slot by slot: what a push copies."""
+        span = slice(block_id * self._block_size, (block_id + 1) * self._block_size)
+        return [self._layers[layer][span] for layer in layers]
+
+    def put_block(self, block_id: int, layers: range, content: list[list[int]]) -> None:
+        span = slice(block_id * self._block_size, (block_id + 1) * self._block_size)
+        for layer, slots in zip(layers, content, strict=True):
+            self._layers[layer][span] = slots
+
+    def _put(self, slot: int, token_kv: int, layers: range) -> None:
+        for layer in layers:
+            self._layers[layer][slot] = _of_layer(token_kv, layer)
+
+    def _get(self, slot: int) -> int:
+        """The slot's KV, or something else if a layer of it is another token's."""
+        token_kv = found = self._layers[0][slot]
+        for layer in range(1, len(self._layers)):
+            if self._layers[layer][slot] != _of_layer(token_kv, layer):
+                found = _mix(found, self._layers[layer][slot])
+        return found
 
     def run(self, plan: StepPlan) -> StepResult:
+        self.num_tokens_run += plan.num_tokens
+        self.max_sequences_in_step = max(self.max_sequences_in_step, len(plan.sequences))
+        return self.run_layers(plan, range(len(self._layers)))
+
+    def run_layers(self, plan: StepPlan, layers: range) -> StepResult:
+        """As `run`, but writes only these layers."""
         # All reading comes before all writing, so that nobody can lean on what a neighbour computes in this step.
         folds = []
         for step in plan.sequences:
@@ -124,14 +161,13 @@ class ToyRunner:
                 assert slot not in written, f"slot {slot} is written twice in a step"
                 assert self._pool.state(slot // self._block_size) is BlockState.ACTIVE
                 written.add(slot)
-                self._slots[slot] = _mix(fold, token_id)
-                fold = _mix(fold, self._slots[slot])
+                token_kv = _mix(fold, token_id)
+                self._put(slot, token_kv, layers)
+                fold = _mix(fold, token_kv)
                 after.append(fold)
             tokens.append(self._sample(fold, step) if step.sample else ())
             if step.scored_ids:
                 scores[index] = self._score(after[: len(step.scored_ids)], step)
-        self.num_tokens_run += len(written)
-        self.max_sequences_in_step = max(self.max_sequences_in_step, len(plan.sequences))
         return StepResult(step_id=plan.step_id, tokens=tokens, scores=scores)
 
     def _sample(self, fold: int, step: SequenceStep) -> tuple[SampledToken, ...]:
@@ -179,6 +215,10 @@ def run_all(scheduler: Scheduler, runner: ToyRunner, answers: Answers) -> None:
     while (outcome := run_step(scheduler, runner)) is not None:
         for emitted in outcome.emitted:
             answers.take(emitted)
+
+
+def _of_layer(token_kv: int, layer: int) -> int:
+    return _mix(token_kv, layer) if layer else token_kv
 
 
 def _mix(left: int, right: int) -> int:

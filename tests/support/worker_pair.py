@@ -8,7 +8,7 @@ to the wrong place, too early or not at all changes the tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.agent import effects as fx
 from cluster.agent import events as ev
@@ -50,10 +50,12 @@ from kv_transfer.transport.base import PeerId
 from tests.support.toy_engine import ToyRunner
 
 BLOCK_SIZE = 4
+NUM_LAYERS = 3
 SECOND_NS = 1_000_000_000
 MILLISECOND_NS = 1_000_000
 FRONT = FrontId("front", 1)
 TTL_MS = 10_000
+TOY_BANDWIDTH_BYTES_PER_S = 5_000_000_000
 
 
 def worker_config(
@@ -66,7 +68,7 @@ def worker_config(
     eos_token_ids: frozenset[int] = frozenset(),
 ) -> WorkerStateConfig:
     address = f"{worker}:0"
-    endpoint = RankEndpoint(rank=0, transport="toy", endpoint=address.encode())
+    endpoint = RankEndpoint(rank=0, transport="auto", endpoint=address.encode())
     scheduler = SchedulerConfig(
         block_size=BLOCK_SIZE,
         max_step_tokens=24,
@@ -93,6 +95,7 @@ def worker_config(
         hello=hello,
         scheduler=scheduler,
         num_blocks=num_blocks,
+        num_layers=NUM_LAYERS,
         model_fingerprint="toy",
         accepts=accepts,
         push_limits=PushLimits(max_blocks_per_write=2, max_inflight_writes=3),
@@ -109,8 +112,11 @@ class Host:
         self.worker = config.hello.ref.worker
         self.peer = peer_of(self.worker)
         self.state = WorkerState(config, world.now_ns)
-        self.runner = ToyRunner(self.state.pool, BLOCK_SIZE)
+        self.runner = ToyRunner(self.state.pool, BLOCK_SIZE, num_layers=NUM_LAYERS)
         self.plan: StepPlan | None = None
+        self.layer_marks: list[int] = []
+        """Of the plan: those that have not been reached."""
+        self.num_layers_written = 0
         self.connecting: list[PeerId] = []
         self.writes: list[WriteBlocks] = []
         self.verifications: list[VerifyBlocks] = []
@@ -133,9 +139,9 @@ class Host:
         match effect:
             case fx.ToCoordinator(message=message):
                 self.world.told(self, message)
-            case fx.RunStep(plan=plan):
+            case fx.RunStep(plan=plan, layer_marks=layer_marks):
                 assert self.plan is None, "two steps at once"
-                self.plan = plan
+                self.plan, self.layer_marks, self.num_layers_written = plan, list(layer_marks), 0
             case fx.SendRuns(front=front, runs=runs):
                 assert front == FRONT
                 self.world.front.take(runs)
@@ -167,13 +173,22 @@ class Host:
             self.unwritten_batches -= 1
             self.handle(ev.RunsWritten(front=FRONT))
 
-    def end_step(self, duration_ns: int = 1_000_000) -> None:
+    def write_layers(self) -> None:
+        """Up to the next mark of the running step."""
         assert self.plan is not None
-        plan, self.plan = self.plan, None
+        num_layers = self.layer_marks.pop(0)
+        self.runner.run_layers(self.plan, range(self.num_layers_written, num_layers))
+        self.num_layers_written = num_layers
+        self.handle(ev.LayersWritten(step_id=self.plan.step_id, num_layers=num_layers))
+
+    def end_step(self, duration_ns: int = 1_000_000) -> None:
+        """Layers whose marks were not told are written now."""
+        assert self.plan is not None
+        plan, self.plan, self.layer_marks = self.plan, None, []
         self.handle(ev.StepDone(result=self.runner.run(plan), duration_ns=duration_ns))
 
     def fail_step(self) -> None:
-        self.plan = None
+        self.plan, self.layer_marks = None, []
         self.handle(ev.StepFailed(reason="toy"))
 
     def connect(self, *, fails: bool = False) -> None:
@@ -182,8 +197,8 @@ class Host:
         if fails or other is None:
             self.handle(ev.PeerConnectFailed(peer=peer, reason="toy"))
             return
-        other.handle(ev.PeerConnected(peer=self.peer))
-        self.handle(ev.PeerConnected(peer=peer))
+        other.handle(ev.PeerConnected(peer=self.peer, transport="toy"))
+        self.handle(ev.PeerConnected(peer=peer, transport="toy", bandwidth_bytes_per_s=TOY_BANDWIDTH_BYTES_PER_S))
 
     def land_write(self, index: int = 0, *, is_corrupt: bool = False, loses_notification: bool = False) -> None:
         """The bytes land, then the notification is on its way, then the write is completed."""
@@ -192,14 +207,15 @@ class Host:
         if target is None:
             self.handle(ev.WriteBroken(write_id=write.write_id, quiesced=True, reason="the peer is gone"))
             return
-        sums = []
+        sums, layers = [], write.message.layers
         for source, block in zip(write.source_blocks, write.message.blocks, strict=True):
-            kv = self.runner.read([source], BLOCK_SIZE)
-            sums.append(_checksum(kv))
-            target.runner.write([block.block_id], [value + 1 for value in kv] if is_corrupt else kv)
+            content = self.runner.block(source, layers)
+            sums.append(_checksum(content))
+            if is_corrupt:
+                content = [[value + 1 for value in slots] for slots in content]
+            target.runner.put_block(block.block_id, layers, content)
         if not loses_notification:
-            message = _with_checksums(write, tuple(sums))
-            self.world.post(self, write.peer, message)
+            self.world.post(self, write.peer, replace(write.message, checksums=tuple(sums)))
         self.handle(ev.WriteDone(write_id=write.write_id))
 
     def break_write(self, index: int = 0, *, quiesced: bool = True) -> None:
@@ -215,7 +231,7 @@ class Host:
     def verify(self, index: int = 0) -> None:
         effect = self.verifications.pop(index)
         pairs = zip(effect.block_ids, effect.checksums, strict=True)
-        bad = tuple(b for b, wanted in pairs if _checksum(self.runner.read([b], BLOCK_SIZE)) != wanted)
+        bad = tuple(b for b, wanted in pairs if _checksum(self.runner.block(b, effect.layers)) != wanted)
         self.handle(ev.Verified(key=effect.key, chunk=effect.chunk, bad_block_ids=bad))
 
     def advance_once(self) -> bool:
@@ -228,6 +244,8 @@ class Host:
             self.verify()
         elif self.writes:
             self.land_write()
+        elif self.plan is not None and self.layer_marks:
+            self.write_layers()
         elif self.plan is not None:
             self.end_step()
         else:
@@ -511,18 +529,5 @@ class World:
             assert host.state.num_token_records() == 0, f"{host.worker} still has tokens"
 
 
-def _checksum(kv: list[int]) -> int:
-    return hash(tuple(kv)) & (2**64 - 1)
-
-
-def _with_checksums(write: WriteBlocks, sums: tuple[int, ...]) -> PushMessage:
-    message = write.message
-    return type(message)(
-        key=message.key,
-        lease_id=message.lease_id,
-        rank=message.rank,
-        chunk=message.chunk,
-        blocks=message.blocks,
-        checksums=sums,
-        round=message.round,
-    )
+def _checksum(content: list[list[int]]) -> int:
+    return hash(tuple(map(tuple, content))) & (2**64 - 1)

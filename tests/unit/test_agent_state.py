@@ -17,6 +17,7 @@ from cluster.core.messages import (
     Heartbeat,
     LegFailed,
     LegReleased,
+    LinkReport,
     PeerFenced,
     PeerLost,
     Reserve,
@@ -33,9 +34,17 @@ from engine.core.block_hash import ROOT_HASH, extra_key, hash_blocks
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
 from engine.core.step import StepPlan, StepResult
-from kv_transfer.protocol.messages import FirstToken, PushEnd
+from kv_transfer.protocol.messages import FirstToken, PeerId, PushEnd
 from tests.support.toy_engine import undisturbed
-from tests.support.worker_pair import BLOCK_SIZE, FRONT, MILLISECOND_NS, SECOND_NS, Request, World
+from tests.support.worker_pair import (
+    BLOCK_SIZE,
+    FRONT,
+    MILLISECOND_NS,
+    SECOND_NS,
+    TOY_BANDWIDTH_BYTES_PER_S,
+    Request,
+    World,
+)
 
 PROMPT = tuple(range(1, 20))
 
@@ -486,6 +495,21 @@ def test_heartbeats_carry_load_and_leases() -> None:
     (held,) = beats[world.prefill.worker].leases
     assert (held.side, held.peer) == ("held", world.decode.worker)
     assert beats[world.decode.worker].load.blocks.reserved == 5
+    finish(world, request)
+
+
+def test_heartbeats_tell_what_the_worker_writes_over() -> None:
+    world = World()
+    request = world.submit("r", body())
+    world.settle()
+    world.advance(SECOND_NS)
+    beats = {worker: m for worker, m in world.messages if isinstance(m, Heartbeat)}
+    link = LinkReport(peer=world.decode.worker, transport="toy", bandwidth_bytes_per_s=TOY_BANDWIDTH_BYTES_PER_S)
+    assert beats[world.prefill.worker].links == (link,)
+    assert beats[world.decode.worker].links == ()
+    peer = PeerId(world.decode.worker.name, world.decode.worker.incarnation)
+    world.prefill.handle(ev.PeerGone(peer=peer, reason="toy"))
+    assert world.prefill.state.links() == ()
     finish(world, request)
 
 

@@ -54,6 +54,23 @@ STATUS = admin_pb2.GetStatusResponse(
             workers=[admin_pb2.WorkerStatus(name="d-0", role="decode", state="down")],
         ),
     ],
+    links=[
+        admin_pb2.LinkStatus(
+            writer="p-0#1",
+            peer="d-0#2",
+            transport="shm",
+            bandwidth_bytes_per_s=9_120_000_000,
+            median_bytes_per_s=9_000_000_000,
+        ),
+        admin_pb2.LinkStatus(
+            writer="p-0#1",
+            peer="d-1#2",
+            transport="nixl",
+            bandwidth_bytes_per_s=250_000_000,
+            median_bytes_per_s=9_000_000_000,
+            is_slow=True,
+        ),
+    ],
 )
 LEASES = admin_pb2.GetLeasesResponse(
     leases=[
@@ -141,6 +158,28 @@ def test_status_as_json(tmp_path: Path) -> None:
     ]
 
 
+def test_links_are_a_line_each_and_slow_ones_a_warning(tmp_path: Path) -> None:
+    with serving(front()) as address:
+        lines = baton("status", "-a", address, home=tmp_path).stdout.splitlines()
+        told = json.loads(baton("status", "--json", "-a", address, home=tmp_path).stdout)
+    assert [line.split() for line in lines[-4:-1]] == [
+        ["PUSHES", "FROM", "TO", "OVER", "GB/S"],
+        ["p-0", "d-0", "shm", "9.12"],
+        ["p-0", "d-1", "nixl", "0.25"],
+    ]
+    assert lines[-1] == (
+        "warning: p-0 pushes to d-1 over nixl at 0.25 GB/s; the median between their pools is 9.00 GB/s"
+    )
+    assert told["links"][1] == {
+        "writer": "p-0#1",
+        "peer": "d-1#2",
+        "transport": "nixl",
+        "bandwidth_bytes_per_s": 250_000_000,
+        "median_bytes_per_s": 9_000_000_000,
+        "is_slow": True,
+    }
+
+
 def test_status_for_people(tmp_path: Path) -> None:
     with serving(front()) as address:
         lines = baton("status", "-a", address, home=tmp_path).stdout.splitlines()
@@ -166,7 +205,7 @@ def test_status_for_people(tmp_path: Path) -> None:
     }
     assert lines[5].split() == ["p-1", "down", *["-"] * 12]
     assert lines[7:9] == ["pool d, role decode: 0 of 1 workers ready", lines[3]]
-    assert len(lines) == 10 and max(map(len, lines)) <= 100
+    assert len(lines) == 15 and max(map(len, lines)) <= 100
 
 
 def test_leases(tmp_path: Path) -> None:

@@ -205,6 +205,12 @@ def test_refusals_say_what_was_found_and_expected(
     assert str(error).startswith("cluster.yaml: ")
 
 
+def test_transports_are_chosen_by_name_and_nccl_is_not_among_them() -> None:
+    for kind in ("auto", "shm", "nixl", "ucx"):
+        assert _parse({**MINIMAL, "transport": {"kind": kind}}).transport.kind == kind
+    assert str(_refusal(transport={"kind": "nccl"})).endswith("one of auto, shm, nixl, ucx (nccl is not offered yet)")
+
+
 def test_a_pool_must_hold_one_longest_sequence() -> None:
     error = _refusal(model={"preset": "smollm2-135m-instruct", "max_model_tokens": 1025}, pools=_pools(kv_blocks=64))
     assert error.path == "pools[1].kv_blocks" and "at least 65 blocks" in error.expected

@@ -17,9 +17,9 @@ from engine.attention.base import Backend
 from engine.attention.batch import StepBatch
 from engine.attention.cpu import NativeCpuBackend
 from engine.attention.kv_cache import TORCH_DTYPES, KVCache, KVLayout
-from engine.attention.native_library import ISA_NAMES, KernelsUnavailableError, load_kernels, supported_isas
 from engine.attention.torch_reference import TorchReferenceBackend
 from engine.model.config import DtypeName
+from tests.support.native_isas import isas_here
 from tests.support.step_batches import make_batch
 
 # Of the outputs' absolute difference, for values of about unit size. bfloat16 keeps 8 bits, and the pair kernels
@@ -28,14 +28,8 @@ TOLERANCE: dict[DtypeName, float] = {"float32": 2e-5, "bfloat16": 2e-2}
 Spans = Sequence[tuple[int, int]]
 
 
-@pytest.fixture(scope="module", params=ISA_NAMES)
+@pytest.fixture(scope="module", params=isas_here())
 def isa(request: pytest.FixtureRequest) -> str:
-    try:
-        supported = supported_isas(load_kernels())
-    except KernelsUnavailableError as error:
-        pytest.skip(str(error))
-    if request.param not in supported:
-        pytest.skip(f"this machine has no {request.param}")
     return str(request.param)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from engine.attention.base import Rows
 from engine.attention.cpu import NativeCpuBackend
-from engine.attention.native_library import ISA_NAMES, KernelsUnavailableError, load_kernels, supported_isas
+from tests.support.native_isas import isas_here
 from tests.support.products import SHAPES, check_against_float64, randn
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -30,14 +30,8 @@ DTYPES = [Dtypes(FLOAT32, FLOAT32), Dtypes(BFLOAT16, FLOAT32), Dtypes(BFLOAT16, 
 both_operand_dtypes = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 
 
-@pytest.fixture(scope="module", params=ISA_NAMES)
+@pytest.fixture(scope="module", params=isas_here())
 def isa(request: pytest.FixtureRequest) -> str:
-    try:
-        supported = supported_isas(load_kernels())
-    except KernelsUnavailableError as error:
-        pytest.skip(str(error))
-    if request.param not in supported:
-        pytest.skip(f"this machine has no {request.param}")
     return str(request.param)
 
 

@@ -15,9 +15,10 @@ from engine.attention.base import Activation, Backend, Rows
 from engine.attention.batch import StepBatch
 from engine.attention.cpu import NativeCpuBackend
 from engine.attention.kv_cache import TORCH_DTYPES, KVCache, KVLayout
-from engine.attention.native_library import ISA_NAMES, KernelsUnavailableError, load_kernels, supported_isas
+from engine.attention.native_library import KernelsUnavailableError
 from engine.attention.torch_reference import TorchReferenceBackend
 from engine.model.config import DtypeName
+from tests.support.native_isas import isas_here
 from tests.support.step_batches import make_batch
 
 REFERENCE = TorchReferenceBackend()
@@ -28,14 +29,8 @@ NUM_BLOCKS = 40
 MIXED = [(0, 7), (20, 1), (13, 65), (0, 1), (40, 1)]
 
 
-@pytest.fixture(scope="module", params=ISA_NAMES)
+@pytest.fixture(scope="module", params=isas_here())
 def isa(request: pytest.FixtureRequest) -> str:
-    try:
-        supported = supported_isas(load_kernels())
-    except KernelsUnavailableError as error:
-        pytest.skip(str(error))
-    if request.param not in supported:
-        pytest.skip(f"this machine has no {request.param}")
     return str(request.param)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,18 +33,19 @@ KEYS = st.builds(PushKey, st.text(max_size=40), U32)
 REASONS = st.text(max_size=60)
 BLOCKS = st.lists(st.builds(BlockGrant, U32, U32, U64), max_size=5).map(tuple)
 HEAD = {"key": KEYS, "lease_id": U64}
-CHUNKS = st.builds(PushChunk, **HEAD, rank=U16, chunk=U32, blocks=BLOCKS, round=U16)
+CHUNKS = st.builds(
+    PushChunk,
+    **HEAD,
+    rank=U16,
+    chunk=U32,
+    blocks=BLOCKS,
+    first_layer=U16,
+    num_layers=st.integers(1, 2**16 - 1),
+    round=U16,
+)
 SUMMED = CHUNKS.flatmap(
     lambda chunk: st.lists(U64, min_size=len(chunk.blocks), max_size=len(chunk.blocks)).map(
-        lambda sums: PushChunk(
-            key=chunk.key,
-            lease_id=chunk.lease_id,
-            rank=chunk.rank,
-            chunk=chunk.chunk,
-            blocks=chunk.blocks,
-            checksums=tuple(sums),
-            round=chunk.round,
-        )
+        lambda sums: replace(chunk, checksums=tuple(sums))
     )
 )
 LOGPROBS = st.floats(max_value=0, allow_nan=False)
@@ -73,6 +78,7 @@ MESSAGES: st.SearchStrategy[PushMessage] = st.one_of(
     st.builds(LeaseRenew, lease_ids=st.lists(U64, max_size=5).map(tuple), sent_ns=U64, is_reply=st.booleans()),
 )
 KEY = PushKey("r1", 2)
+CHUNK = PushChunk(key=KEY, lease_id=3, rank=0, chunk=1, blocks=(BlockGrant(0, 7, 9),), first_layer=5, num_layers=2)
 
 
 @given(MESSAGES)
@@ -113,7 +119,7 @@ def test_noise_is_refused(payload: bytes) -> None:
 
 
 def test_transport_appends_the_checksums() -> None:
-    chunk = PushChunk(key=KEY, lease_id=3, rank=0, chunk=1, blocks=(BlockGrant(0, 7, 9), BlockGrant(1, 8, 9)))
+    chunk = replace(CHUNK, blocks=(BlockGrant(0, 7, 9), BlockGrant(1, 8, 9)))
     appended = encode(chunk) + (11).to_bytes(8, "little") + (12).to_bytes(8, "little")
     decoded = decode(appended)
     assert isinstance(decoded, PushChunk) and decoded.checksums == (11, 12) and decoded.blocks == chunk.blocks
@@ -121,14 +127,25 @@ def test_transport_appends_the_checksums() -> None:
 
 def test_encoding_is_fixed() -> None:
     """Workers of two releases may meet: a change of these bytes needs a new version."""
-    assert encode(PushCommitted(key=KEY, lease_id=3)).hex() == "0106f931871b02007231020000000300000000000000"
+    assert encode(PushCommitted(key=KEY, lease_id=3)).hex() == "02069bec01f102007231020000000300000000000000"
     renew = LeaseRenew(lease_ids=(5, 6), sent_ns=7, is_reply=True)
-    assert encode(renew).hex() == "01079d968fd00700000000000000010200" + "0500000000000000" + "0600000000000000"
+    assert encode(renew).hex() == "0207f1fd87750700000000000000010200" + "0500000000000000" + "0600000000000000"
+    head = "02011f47900b" + "0200723102000000" + "0300000000000000"
+    body = "0000010000000000" + "05000200" + "0100" + "0100" + "00000000070000000900000000000000"
+    assert encode(CHUNK).hex() == head + body
+
+
+def test_chunk_without_layers_is_refused() -> None:
+    """Whole and undamaged, but of a sender that does not keep to the protocol."""
+    body = encode(CHUNK)[6:].replace(struct.pack("<HH", 5, 2), struct.pack("<HH", 5, 0))
+    crc = zlib.crc32(body, zlib.crc32(bytes((2, 1))))
+    with pytest.raises(MalformedMessageError, match="without layers"):
+        decode(struct.pack("<BBI", 2, 1, crc) + body)
 
 
 def test_other_version_is_named() -> None:
-    with pytest.raises(MalformedMessageError, match="version 2"):
-        decode(b"\x02" + encode(PushCommitted(key=KEY, lease_id=3))[1:])
+    with pytest.raises(MalformedMessageError, match="version 1"):
+        decode(b"\x01" + encode(PushCommitted(key=KEY, lease_id=3))[1:])
 
 
 def test_long_reason_is_cut_at_a_character() -> None:
@@ -142,9 +159,12 @@ def test_long_reason_is_cut_at_a_character() -> None:
         PushCommitted(key=KEY, lease_id=-1),
         PushCommitted(key=PushKey("x" * 300, 1), lease_id=1),
         LeaseRenew(lease_ids=(0,) * 70_000),
-        PushChunk(key=KEY, lease_id=3, rank=0, chunk=1, blocks=(BlockGrant(0, 7, 9),), checksums=(1, 2)),
+        replace(CHUNK, checksums=(1, 2)),
+        replace(CHUNK, num_layers=0),
+        replace(CHUNK, first_layer=-1),
+        replace(CHUNK, first_layer=70_000),
     ],
-    ids=["negative", "long id", "too many", "checksums"],
+    ids=["negative", "long id", "too many", "checksums", "no layer", "negative layer", "too many layers"],
 )
 def test_what_has_no_encoding_raises(message: PushMessage) -> None:
     with pytest.raises(ValueError):

@@ -46,7 +46,19 @@ def test_slices_tile_a_block(layout: KVLayout) -> None:
     assert at == layout.block_offset_bytes(3)
 
 
+@pytest.mark.parametrize("layout", [SMOL, MIXED])
+def test_ranges_of_layers_are_their_slices_together(layout: KVLayout) -> None:
+    for first in range(layout.num_layers):
+        for stop in range(first + 1, layout.num_layers + 1):
+            slices = [layout.layer_slice(2, layer) for layer in range(first, stop)]
+            assert layout.layers_slice(2, range(first, stop)) == (slices[0][0], sum(size for _, size in slices))
+    assert layout.layers_slice(2, range(layout.num_layers)) == (layout.block_offset_bytes(2), layout.block_size_bytes)
+
+
 def test_slices_out_of_range_raise() -> None:
+    for layers in (range(6), range(-1, 2), range(2, 2), range(0, 4, 2), range(3, 1, -1)):
+        with pytest.raises(ValueError, match="layer"):
+            MIXED.layers_slice(0, layers)
     for layer in (-1, 5):
         with pytest.raises(ValueError, match="layer"):
             MIXED.layer_slice(0, layer)
@@ -103,6 +115,23 @@ def test_both_plans_move_the_same_bytes() -> None:
         pairs = list(zip(rng.sample(range(16), count), rng.sample(range(16), count), strict=True))
         assert _moved(plan_copies(pairs, MIXED)) == _moved(plan_block_copies(pairs, MIXED)) == dict(pairs)
         assert len(plan_block_copies(pairs, MIXED)) == len(pairs)
+
+
+def test_plans_of_layers_tile_those_of_whole_blocks() -> None:
+    pairs = [(4, 10), (5, 11), (8, 2)]
+    moved: dict[int, int] = {}
+    for layers in (range(1), range(1, 4), range(4, 5)):
+        copies = plan_block_copies(pairs, MIXED, layers)
+        assert [(copy.source_bytes, copy.size_bytes) for copy in copies] == [
+            MIXED.layers_slice(source, layers) for source, _ in pairs
+        ]
+        assert plan_copies(pairs, MIXED, layers) == copies, "layers of two blocks do not touch"
+        moved.update(
+            (copy.source_bytes + at, copy.target_bytes + at) for copy in copies for at in range(copy.size_bytes)
+        )
+    whole = plan_copies(pairs, MIXED)
+    assert moved == {copy.source_bytes + at: copy.target_bytes + at for copy in whole for at in range(copy.size_bytes)}
+    assert plan_copies(pairs, MIXED, range(5)) == whole
 
 
 def _moved(copies: list[Copy]) -> dict[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kv_transfer.protocol.codec import decode, encode
@@ -39,6 +41,8 @@ STATS = PushStats(size_bytes=3, early_bytes=2, duration_ns=1)
 FIRST = (FirstToken(choice=0, position=0, token_id=42),)
 LIMITS = PushLimits(max_missing_rounds=2)
 BLOCK_IDS = (100, 101, 102)
+NUM_LAYERS = 4
+EVERY_LAYER = range(NUM_LAYERS)
 QUARANTINED = BlocksQuarantined(key=KEY, block_ids=BLOCK_IDS)
 RELEASED = BlocksReleased(key=KEY, block_ids=BLOCK_IDS)
 
@@ -48,10 +52,28 @@ def make_grant(num_blocks: int = 3, key: PushKey = KEY, lease_id: int = 5, first
     return Grant(key=key, lease_id=lease_id, receiver=DECODE, sender=PREFILL, blocks=blocks, ttl_ns=8 * SECOND_NS)
 
 
-def make_chunk(number: int, indices: tuple[int, ...], *, checksums: bool = False, round_: int = 0) -> PushChunk:
+def make_chunk(
+    number: int,
+    indices: tuple[int, ...],
+    *,
+    layers: range = EVERY_LAYER,
+    checksums: bool = False,
+    round_: int = 0,
+    rank: int = 0,
+) -> PushChunk:
     blocks = tuple(BlockGrant(i, 100 + i, 9) for i in indices)
     sums = tuple(1000 + i for i in indices) if checksums else ()
-    return PushChunk(key=KEY, lease_id=5, rank=0, chunk=number, blocks=blocks, checksums=sums, round=round_)
+    return PushChunk(
+        key=KEY,
+        lease_id=5,
+        rank=rank,
+        chunk=number,
+        blocks=blocks,
+        first_layer=layers.start,
+        num_layers=len(layers),
+        checksums=sums,
+        round=round_,
+    )
 
 
 def make_end(num_chunks: int = 2, num_blocks: int = 3, round_: int = 0) -> PushEnd:
@@ -73,7 +95,7 @@ def messages(effects: list[PushEffect]) -> list[PushMessage]:
 
 
 def make_receiver(limits: PushLimits = LIMITS, *, connected: bool = True, checksum: bool = False) -> PushReceiver:
-    receiver = PushReceiver(limits, checksum)
+    receiver = PushReceiver(limits, checksum, num_layers=NUM_LAYERS)
     assert receiver.open(0, make_grant()) == []
     if connected:
         assert receiver.on_connected(0, PREFILL) == []
@@ -115,7 +137,7 @@ def test_granted_block_without_kv_need_not_arrive() -> None:
 
 
 def test_push_without_blocks_arrives_with_its_end() -> None:
-    receiver = PushReceiver(LIMITS, checksum=False)
+    receiver = PushReceiver(LIMITS, checksum=False, num_layers=NUM_LAYERS)
     receiver.open(0, make_grant(0))
     receiver.on_connected(0, PREFILL)
     (effect,) = tell(receiver, make_end(num_chunks=0))
@@ -126,8 +148,8 @@ def test_chunks_are_verified_before_the_end_is_answered() -> None:
     receiver = make_receiver()
     effects = tell(receiver, make_chunk(0, (0, 1), checksums=True), make_chunk(1, (2,), checksums=True), make_end())
     assert effects == [
-        VerifyBlocks(key=KEY, chunk=0, block_ids=(100, 101), checksums=(1000, 1001)),
-        VerifyBlocks(key=KEY, chunk=1, block_ids=(102,), checksums=(1002,)),
+        VerifyBlocks(key=KEY, chunk=0, block_ids=(100, 101), layers=EVERY_LAYER, checksums=(1000, 1001)),
+        VerifyBlocks(key=KEY, chunk=1, block_ids=(102,), layers=EVERY_LAYER, checksums=(1002,)),
     ]
     assert tell(receiver, make_chunk(0, (0, 1), checksums=True)) == []  # a copy
     assert receiver.on_verified(2, KEY, 1, ()) == []
@@ -184,15 +206,18 @@ def test_too_many_rounds_fail_the_push() -> None:
 @pytest.mark.parametrize(
     "chunk",
     [
-        PushChunk(key=KEY, lease_id=5, rank=0, chunk=0, blocks=(BlockGrant(0, 100, 8),)),
-        PushChunk(key=KEY, lease_id=5, rank=0, chunk=0, blocks=(BlockGrant(0, 101, 9),)),
-        PushChunk(key=KEY, lease_id=5, rank=0, chunk=0, blocks=(BlockGrant(3, 103, 9),)),
-        PushChunk(key=KEY, lease_id=5, rank=0, chunk=0, blocks=()),
-        PushChunk(key=KEY, lease_id=5, rank=0, chunk=3, blocks=(BlockGrant(0, 100, 9),)),
-        PushChunk(key=KEY, lease_id=5, rank=1, chunk=0, blocks=(BlockGrant(0, 100, 9),)),
-        PushChunk(key=KEY, lease_id=5, rank=0, chunk=0, blocks=(BlockGrant(0, 100, 9),), checksums=(1, 2)),
+        replace(make_chunk(0, (0,)), blocks=(BlockGrant(0, 100, 8),)),
+        replace(make_chunk(0, (0,)), blocks=(BlockGrant(0, 101, 9),)),
+        make_chunk(0, (3,)),
+        make_chunk(0, ()),
+        make_chunk(3 * NUM_LAYERS, (0,)),
+        make_chunk(0, (0,), rank=1),
+        replace(make_chunk(0, (0,)), checksums=(1, 2)),
+        make_chunk(0, (0,), layers=range(3, 5)),
+        make_chunk(0, (0,), layers=range(2, 2)),
+        make_chunk(0, (0, 0)),
     ],
-    ids=["generation", "block", "index", "empty", "number", "rank", "checksums"],
+    ids=["generation", "block", "index", "empty", "number", "rank", "checksums", "layers", "no layer", "twice"],
 )
 def test_chunk_that_contradicts_its_grant_fails_the_push(chunk: PushChunk) -> None:
     effects = tell(make_receiver(), chunk)
@@ -200,15 +225,72 @@ def test_chunk_that_contradicts_its_grant_fails_the_push(chunk: PushChunk) -> No
     assert isinstance(messages(effects)[0], PushStop)
 
 
-@pytest.mark.parametrize("end", [make_end(num_chunks=4), make_end(round_=1), make_end(num_chunks=1)])
+@pytest.mark.parametrize("end", [make_end(num_chunks=13), make_end(round_=1), make_end(num_chunks=1)])
 def test_end_that_does_not_fit_never_commits(end: PushEnd) -> None:
     effects = tell(make_receiver(), make_chunk(0, (0, 1)), end)
     assert isinstance(effects[0], PushFailed) and effects[1] == QUARANTINED
 
 
-def test_block_written_in_two_chunks_never_commits() -> None:
-    effects = tell(make_receiver(), make_chunk(0, (0, 1)), make_chunk(1, (1,)), make_end())
-    assert isinstance(effects[0], PushFailed)
+def test_push_in_groups_of_layers_is_verified_and_arrives() -> None:
+    receiver = make_receiver(checksum=True)
+    chunks = [
+        make_chunk(0, (0, 1), checksums=True),
+        make_chunk(1, (2,), layers=range(1), checksums=True),
+        make_chunk(2, (2,), layers=range(1, 3), checksums=True),
+        make_chunk(3, (2,), layers=range(3, 4), checksums=True),
+    ]
+    effects = tell(receiver, *reversed(chunks), make_end(num_chunks=4))
+    assert [(e.block_ids, e.layers) for e in effects if isinstance(e, VerifyBlocks)] == [
+        ((102,), range(3, 4)),
+        ((102,), range(1, 3)),
+        ((102,), range(1)),
+        ((100, 101), EVERY_LAYER),
+    ]
+    for number in (0, 1, 2):
+        assert receiver.on_verified(2, KEY, number, ()) == []
+        receiver.check_invariants()
+    (effect,) = receiver.on_verified(2, KEY, 3, ())
+    assert isinstance(effect, PushArrived)
+    receiver.check_invariants()
+
+
+@pytest.mark.parametrize("left_out", range(4))
+def test_push_that_lacks_layers_never_commits(left_out: int) -> None:
+    """Its end counts only the chunks that came, as a sender's bug would have it."""
+    layers = [layer for layer in EVERY_LAYER if layer != left_out]
+    chunks = [make_chunk(0, (0, 1))]
+    chunks += [make_chunk(1 + n, (2,), layers=range(layer, layer + 1)) for n, layer in enumerate(layers)]
+    effects = tell(make_receiver(), *chunks, make_end(num_chunks=4))
+    assert effects[0] == PushFailed(key=KEY, reason="the chunks do not cover the granted blocks")
+    assert effects[1] == QUARANTINED
+
+
+def test_lost_group_of_layers_is_asked_for_again() -> None:
+    receiver = make_receiver()
+    groups = [make_chunk(1 + n, (2,), layers=range(2 * n, 2 * n + 2), checksums=True) for n in range(2)]
+    tell(receiver, make_chunk(0, (0, 1)), *groups, make_end(num_chunks=3))
+    receiver.on_verified(2, KEY, 1, (102,))
+    effects = receiver.on_verified(2, KEY, 2, ())
+    assert messages(effects) == [PushMissing(key=KEY, lease_id=5, chunks=(1,), round=1)]
+    receiver.check_invariants()
+    (effect,) = tell(receiver, replace(groups[0], round=1, checksums=()), make_end(num_chunks=3, round_=1))
+    assert isinstance(effect, PushArrived)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        make_chunk(1, (1,)),
+        make_chunk(1, (2, 1), layers=range(3, 4)),
+        make_chunk(0, (0, 1), layers=range(2)),
+        make_chunk(0, (0,)),
+    ],
+    ids=["all layers", "one layer", "other layers", "other blocks"],
+)
+def test_chunk_that_contradicts_another_one_fails_the_push(second: PushChunk) -> None:
+    effects = tell(make_receiver(), make_chunk(0, (0, 1)), second)
+    assert isinstance(effects[0], PushFailed) and effects[1] == QUARANTINED
+    assert isinstance(messages(effects)[0], PushStop)
 
 
 @pytest.mark.parametrize("peer", [PeerId("prefill-0", 2), PeerId("prefill-1", 1), DECODE])
@@ -230,7 +312,7 @@ def test_another_lease_is_ignored() -> None:
 
 
 def test_unknown_push_is_told_to_stop() -> None:
-    receiver = PushReceiver(LIMITS, checksum=False)
+    receiver = PushReceiver(LIMITS, checksum=False, num_layers=NUM_LAYERS)
     receiver.on_connected(0, PREFILL)
     stop = PushStop(key=KEY, lease_id=5, reason="no such push is open")
     assert messages(tell(receiver, make_chunk(0, (0,)))) == [stop]
@@ -296,7 +378,7 @@ def test_cancel_of_a_sender_that_never_connected() -> None:
 
 
 def test_cancel_before_open_refuses_the_open() -> None:
-    receiver = PushReceiver(LIMITS, checksum=False)
+    receiver = PushReceiver(LIMITS, checksum=False, num_layers=NUM_LAYERS)
     assert receiver.cancel(0, KEY, "early") == []
     assert receiver.open(1, make_grant()) == [PushFailed(key=KEY, reason="it has ended already"), RELEASED]
 
@@ -336,7 +418,7 @@ def test_lost_sender_is_fenced_and_all_its_pushes_fail() -> None:
 
 
 def test_sender_without_leases_may_leave() -> None:
-    receiver = PushReceiver(LIMITS, checksum=False)
+    receiver = PushReceiver(LIMITS, checksum=False, num_layers=NUM_LAYERS)
     receiver.on_connected(0, PREFILL)
     assert receiver.on_peer_gone(1, PREFILL, "closed") == []
 

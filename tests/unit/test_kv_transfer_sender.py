@@ -32,6 +32,7 @@ KEY = PushKey("r1", 1)
 PREFILL = PeerId("prefill-0", 1)
 DECODE = PeerId("decode-0", 7)
 FIRST = (FirstToken(choice=0, position=0, token_id=42),)
+NUM_LAYERS = 5
 LIMITS = PushLimits(max_inflight_writes=2, max_blocks_per_write=2, max_end_sends=2, max_missing_rounds=2)
 
 
@@ -41,7 +42,7 @@ def make_grant(num_blocks: int = 3, first_index: int = 0, key: PushKey = KEY, le
 
 
 def make_sender(limits: PushLimits = LIMITS) -> PushSender:
-    return PushSender(limits, checksum=True, block_size_bytes=10)
+    return PushSender(limits, checksum=True, block_size_bytes=10, num_layers=NUM_LAYERS)
 
 
 def writes(effects: list[PushEffect]) -> list[WriteBlocks]:
@@ -90,6 +91,81 @@ def test_push_is_written_in_chunks_and_ended() -> None:
     assert sender.on_message(6, DECODE, PushCommitted(key=KEY, lease_id=5)) == []
     sender.check_invariants()
     assert sender.num_pushes == 0
+
+
+def test_layers_of_blocks_are_written_as_they_come() -> None:
+    sender = make_sender()
+    opened(sender, make_grant(3), 3)
+    first = writes(sender.blocks_ready(1, KEY, [(0, 50)]))
+    first += writes(sender.blocks_ready(1, KEY, [(1, 51), (2, 52)], range(2)))
+    assert [(w.source_blocks, w.message.chunk, w.message.layers) for w in first] == [
+        ((50,), 0, range(5)),
+        ((51, 52), 1, range(2)),
+    ]
+    for write in first:
+        assert sender.on_write_completed(2, write.write_id) == []
+    with pytest.raises(ValueError, match="index 1 is ready"):
+        sender.finish(2, KEY, 33, FIRST)
+    second = writes(sender.blocks_ready(3, KEY, [(2, 52), (1, 51)], range(2, 5)))
+    assert [(w.source_blocks, w.message.layers) for w in second] == [((52, 51), range(2, 5))]
+    sender.check_invariants()
+    assert sender.finish(4, KEY, 33, FIRST) == []
+    (end,) = messages(sender.on_write_completed(5, second[0].write_id))
+    assert isinstance(end, PushEnd)
+    assert (end.num_chunks, end.num_blocks) == (3, 3)
+    # A block of five layers has ten bytes; the last two blocks' last three layers were written after the end.
+    assert (end.stats.size_bytes, end.stats.early_bytes) == (30, 18)
+
+
+def test_writes_have_blocks_of_the_same_layers() -> None:
+    sender = make_sender(PushLimits(max_inflight_writes=8, max_blocks_per_write=8))
+    sender.open(0, make_grant(3), 3)
+    sender.blocks_ready(1, KEY, [(0, 50)])
+    for layers in (range(1), range(1, 5)):
+        sender.blocks_ready(1, KEY, [(1, 51), (2, 52)], layers)
+    sender.check_invariants()
+    posted = writes(sender.on_connected(2, DECODE))
+    assert [(w.source_blocks, w.message.layers) for w in posted] == [
+        ((50,), range(5)),
+        ((51, 52), range(1)),
+        ((51, 52), range(1, 5)),
+    ]
+    sender.check_invariants()
+
+
+def test_lost_layers_are_written_again() -> None:
+    sender = make_sender()
+    opened(sender, make_grant(1), 1)
+    effects: list[PushEffect] = []
+    for layers in (range(3), range(3, 5)):
+        effects += sender.blocks_ready(1, KEY, [(0, 50)], layers)
+    effects += sender.finish(2, KEY, 20, FIRST)
+    for write in writes(effects):
+        sender.on_write_completed(3, write.write_id)
+    (again,) = writes(sender.on_message(4, DECODE, PushMissing(key=KEY, lease_id=5, chunks=(1,), round=1)))
+    assert (again.message.chunk, again.message.layers, again.message.round) == (1, range(3, 5), 1)
+    sender.check_invariants()
+
+
+@pytest.mark.parametrize("layers", [range(2, 4), range(1), range(2, 7), range(-1, 2), range(2, 2), range(2, 5, 2)])
+def test_layers_that_are_not_next_raise_and_nothing_is_queued(layers: range) -> None:
+    sender = make_sender()
+    opened(sender, make_grant(2), 2)
+    sender.blocks_ready(1, KEY, [(0, 50)], range(2))
+    with pytest.raises(ValueError, match="layers"):
+        sender.blocks_ready(1, KEY, [(0, 50), (1, 51)], layers)
+    sender.check_invariants()
+    assert len(writes(sender.blocks_ready(1, KEY, [(0, 50)], range(2, 5)))) == 1
+
+
+def test_half_given_blocks_of_a_push_that_fails_are_forgotten() -> None:
+    sender = make_sender()
+    opened(sender, make_grant(2), 2)
+    (write,) = writes(sender.blocks_ready(1, KEY, [(0, 50), (1, 51)], range(2)))
+    sender.cancel(2, KEY, "the engine failed")
+    assert sender.blocks_ready(3, KEY, [(0, 50), (1, 51)], range(2, 5)) == []
+    sender.check_invariants()
+    assert sender.on_write_completed(4, write.write_id)[-1] == SourceReleased(key=KEY, committed=False)
 
 
 def test_blocks_cached_at_the_receiver_are_skipped() -> None:

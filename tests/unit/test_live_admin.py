@@ -7,6 +7,7 @@ from pathlib import Path
 from baton.v1 import admin_pb2
 from cluster.core.config import ClusterConfig, ModelConfig, PoolConfig
 from cluster.core.ids import Role, WorkerId
+from cluster.core.links import Link
 from cluster.core.messages import BlockCounts, WorkerLoad
 from cluster.core.views import ClusterView, PoolView, WorkerView
 from cluster.live.admin import status_response
@@ -21,6 +22,15 @@ CONFIG = ClusterConfig(
         PoolConfig(name="p", role=Role.PREFILL, replicas=2),
         PoolConfig(name="d", role=Role.DECODE, replicas=11),
     ),
+)
+
+
+SLOW_LINK = Link(
+    writer=WorkerId("p-0", 17),
+    peer=WorkerId("d-3", 4),
+    transport="ucx",
+    bandwidth_bytes_per_s=100,
+    median_bytes_per_s=500,
 )
 
 
@@ -63,6 +73,7 @@ def status(*, prefill: tuple[WorkerView, ...] = (), decode: tuple[WorkerView, ..
         num_queued=0,
         num_running=0,
         num_leases=0,
+        links=(SLOW_LINK,),
     )
     return status_response(CONFIG, view, uptime_ns=0)
 
@@ -74,6 +85,19 @@ def test_a_worker_that_is_not_registered_is_down() -> None:
     assert ready.prefix_cache == admin_pb2.PrefixCacheStatus(num_blocks=6, query_tokens=40, hit_tokens=32)
     assert ready.metrics_address == "h:2"
     assert ready.engine == "native"
+
+
+def test_links_are_told_with_what_makes_them_slow() -> None:
+    assert list(status().links) == [
+        admin_pb2.LinkStatus(
+            writer="p-0#17",
+            peer="d-3#4",
+            transport="ucx",
+            bandwidth_bytes_per_s=100,
+            median_bytes_per_s=500,
+            is_slow=True,
+        )
+    ]
 
 
 def test_workers_are_told_in_the_order_of_their_numbers() -> None:

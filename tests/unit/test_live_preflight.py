@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.core.errors import ConfigError
+from cluster.live import preflight
 from cluster.live.config_file import ClusterFile, parse_cluster_text
 from cluster.live.plan import make_plan
 from cluster.live.preflight import (
@@ -19,6 +20,7 @@ from cluster.live.preflight import (
     check_memory,
     check_model,
     check_ports,
+    check_transport,
     memory_need,
 )
 
@@ -208,6 +210,14 @@ def test_a_core_that_is_not_there_is_refused(folder: Path) -> None:
         ConfigError, match=r"pools\[0\].cores\[0\]: found core 7, expected cores of this machine: 0-3, 6"
     ):
         check_cores(file, frozenset([0, 1, 2, 3, 6]))
+
+
+def test_a_transport_that_is_not_installed_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "why_unavailable", {"shm": None, "nixl": "transport nixl needs nixl"}.__getitem__)
+    for kind in ("auto", "shm"):
+        check_transport(read(folder, FILE + f"transport: {{kind: {kind}}}\n"))
+    with pytest.raises(ConfigError, match=r"transport\.kind: found nixl, which cannot be used .*needs nixl"):
+        check_transport(read(folder, FILE + "transport: {kind: nixl}\n"))
 
 
 def test_the_plan_names_everything_and_takes_free_ports(folder: Path) -> None:

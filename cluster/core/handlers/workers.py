@@ -17,6 +17,7 @@ from cluster.core.messages import (
     BlockEvents,
     CancelLeg,
     Heartbeat,
+    LinkReport,
     PeerFenced,
     PeerLost,
     SendBlockSnapshot,
@@ -55,6 +56,7 @@ def on_heartbeat(parts: Parts, sender: Worker, message: Heartbeat) -> None:
     """Takes the worker's numbers. Whatever it keeps for an attempt that is not known here is to be released."""
     sender.hear(message.load)
     parts.leases.report(sender.id, message.leases)
+    _hear_of_links(parts, sender, message.links)
     for info in message.leases:
         if info.attempt in sender.legs:
             continue
@@ -112,6 +114,7 @@ def lose_worker(parts: Parts, now_ns: int, worker_id: WorkerId, reason: str) -> 
     parts.timers.set(_silence_timer(worker_id), None)
     parts.outbox.give_up(worker_id, reason)
     parts.leases.forget_holder(worker_id)
+    parts.links.forget(worker_id)
     for partner in parts.leases.holders_paired_with(worker_id):
         parts.outbox.to_worker(partner, PeerLost(peer=worker_id))
     for leg in worker.legs.values():
@@ -128,6 +131,17 @@ def lose_worker(parts: Parts, now_ns: int, worker_id: WorkerId, reason: str) -> 
             withdraw_attempt(parts, now_ns, request, attempt, failure.reason)
         else:
             fail_attempt(parts, now_ns, request, attempt, failure)
+
+
+def _hear_of_links(parts: Parts, sender: Worker, reports: tuple[LinkReport, ...]) -> None:
+    """Keeps what the worker says of links to workers that are registered, and warns of those that are slow."""
+    links = []
+    for report in reports:
+        peer = parts.workers.get(report.peer)
+        if peer is not None:
+            links.append((peer.pool.name, report))
+    for link in parts.links.report(sender.id, sender.pool.name, links):
+        parts.outbox.warn_of(link)
 
 
 def _silence_timer(worker_id: WorkerId) -> TimerKey:

@@ -45,6 +45,7 @@ class GetStatusResponse(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _builtins.int
     NUM_FRONTS_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     model: _builtins.str
     epoch: _builtins.int
@@ -56,6 +57,10 @@ class GetStatusResponse(_message.Message):
     uptime_s: _builtins.float
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolStatus]: ...
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkStatus]:
+        """The connections over which workers push KV, by writer and peer."""
+
     def __init__(
         self,
         *,
@@ -67,14 +72,54 @@ class GetStatusResponse(_message.Message):
         num_running: _builtins.int = ...,
         num_fronts: _builtins.int = ...,
         uptime_s: _builtins.float = ...,
+        links: _abc.Iterable[Global___LinkStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "epoch", b"epoch", "model", b"model", "num_fronts", b"num_fronts", "num_queued", b"num_queued", "num_running", b"num_running", "pools", b"pools", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "epoch", b"epoch", "links", b"links", "model", b"model", "num_fronts", b"num_fronts", "num_queued", b"num_queued", "num_running", b"num_running", "pools", b"pools", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class LinkStatus(_message.Message):
+    """Bandwidths were measured when the connection was made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WRITER_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    MEDIAN_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    IS_SLOW_FIELD_NUMBER: _builtins.int
+    writer: _builtins.str
+    peer: _builtins.str
+    transport: _builtins.str
+    """"shm", "nixl" or "ucx"."""
+    bandwidth_bytes_per_s: _builtins.int
+    median_bytes_per_s: _builtins.int
+    """Of all links between the pools of these two workers."""
+    is_slow: _builtins.bool
+    """The link is far slower than the median: it may have fallen back to a slower way."""
+    def __init__(
+        self,
+        *,
+        writer: _builtins.str = ...,
+        peer: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        bandwidth_bytes_per_s: _builtins.int = ...,
+        median_bytes_per_s: _builtins.int = ...,
+        is_slow: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bandwidth_bytes_per_s", b"bandwidth_bytes_per_s", "is_slow", b"is_slow", "median_bytes_per_s", b"median_bytes_per_s", "peer", b"peer", "transport", b"transport", "writer", b"writer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkStatus: _TypeAlias = LinkStatus  # noqa: Y015
 
 @_typing.final
 class PoolStatus(_message.Message):

@@ -972,24 +972,54 @@ class WorkerHello(_message.Message):
 Global___WorkerHello: _TypeAlias = WorkerHello  # noqa: Y015
 
 @_typing.final
+class LinkReport(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    transport: _builtins.str
+    bandwidth_bytes_per_s: _builtins.int
+    @_builtins.property
+    def peer(self) -> Global___ProcessId: ...
+    def __init__(
+        self,
+        *,
+        peer: Global___ProcessId | None = ...,
+        transport: _builtins.str = ...,
+        bandwidth_bytes_per_s: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bandwidth_bytes_per_s", b"bandwidth_bytes_per_s", "peer", b"peer", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkReport: _TypeAlias = LinkReport  # noqa: Y015
+
+@_typing.final
 class Heartbeat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LOAD_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def load(self) -> Global___WorkerLoad: ...
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseInfo]: ...
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkReport]: ...
     def __init__(
         self,
         *,
         load: Global___WorkerLoad | None = ...,
         leases: _abc.Iterable[Global___LeaseInfo] | None = ...,
+        links: _abc.Iterable[Global___LinkReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "links", b"links", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

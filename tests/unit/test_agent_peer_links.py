@@ -1,0 +1,59 @@
+"""What a worker knows and tells of the connections to its peers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cluster.agent import events as ev
+from cluster.agent.peer_links import PeerLinks
+from cluster.agent.transport_port import TransportPort
+from cluster.core.ids import WorkerId
+from cluster.core.messages import LinkReport
+from kv_transfer.protocol.layout import KVLayout, LayerGroup
+from kv_transfer.transport.auto_peer import LinkInfo
+from kv_transfer.transport.base import Connected, PeerId, TransportEvent
+
+ONE, OTHER = PeerId("d-0", 1), PeerId("d-1", 4)
+LAYOUT = KVLayout(groups=(LayerGroup(num_layers=1, num_kv_heads=1, head_dim=4),), block_size=1, dtype="bfloat16")
+
+
+def test_connections_that_this_side_writes_over_are_reported() -> None:
+    links = PeerLinks()
+    links.connected(OTHER, "nixl", 2_000)
+    links.connected(ONE, "shm", None)
+    assert links.reports() == (LinkReport(peer=WorkerId("d-1", 4), transport="nixl", bandwidth_bytes_per_s=2_000),)
+    assert [links.transport_of(peer) for peer in (ONE, OTHER, PeerId("d-0", 2), None)] == ["shm", "nixl", "", ""]
+    links.connected(ONE, "shm", 9_000)
+    links.connected(ONE, "ucx", None)  # it has connected, too, over something else
+    assert [report.bandwidth_bytes_per_s for report in links.reports()] == [9_000, 2_000]
+    assert links.transport_of(ONE) == "shm"
+    links.gone(ONE)
+    links.gone(ONE)
+    links.gone(OTHER)
+    assert links.reports() == () and links.transport_of(ONE) == ""
+
+
+class FakeTransport:
+    """An AutoTransport that is connected to ONE for writing, and to OTHER by its doing."""
+
+    def __init__(self) -> None:
+        self.events: list[TransportEvent] = [Connected(peer=ONE), Connected(peer=OTHER)]
+
+    def poll(self) -> list[TransportEvent]:
+        return self.events
+
+    def links(self) -> tuple[LinkInfo, ...]:
+        return (LinkInfo(peer=ONE, backend="shm", bandwidth_bytes_per_s=7_000.6),)
+
+    def backend_of(self, peer: PeerId) -> str:
+        return {ONE: "shm", OTHER: "nixl"}[peer]
+
+
+def test_the_port_tells_what_connects_and_how_fast() -> None:
+    posted: list[ev.Event] = []
+    transport: Any = FakeTransport()
+    TransportPort(transport, LAYOUT, checksums=True, post=posted.append).poll()
+    assert posted == [
+        ev.PeerConnected(peer=ONE, transport="shm", bandwidth_bytes_per_s=7_001),
+        ev.PeerConnected(peer=OTHER, transport="nixl"),
+    ]
