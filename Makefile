@@ -61,8 +61,8 @@ soak-engine: kernels  ## 10,000 histories of scheduler and block pool, 1,000 on 
 	@BATON_SCHEDULER_HISTORIES=10000 BATON_MODEL_HISTORIES=1000 BATON_SHORT_REQUESTS=20000 \
 		$(BIN)/python -m pytest $(ENGINE_SOAK) --timeout 7200
 
-soak-push: kernels  ## 100 processes of each kind killed, and as many stopped, in mid-push.
-	@BATON_KILLED_PUSHES=100 $(BIN)/python -m pytest tests/integration/test_push_killed.py -s --timeout 7200
+soak-push: kernels  ## 100 senders and receivers killed, and as many stopped, in mid-push, over every transport.
+	@BATON_KILLED_PUSHES=100 BATON_KILLED_REMOTE_PUSHES=100 $(BIN)/python -m pytest tests/integration/test_push_killed.py -s --timeout 7200
 
 stubs: $(INSTALLED)  ## Regenerate the stubs beside the .proto files.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.tidy.stubs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import select
 import socket
 import time
@@ -13,6 +12,7 @@ from benchmarks.kv_wires.plans import LIMITS, Load, Stopwatch, Timing, make_pool
 from benchmarks.kv_wires.remote import IsCalled
 from kv_transfer.checksum import Memory
 from kv_transfer.protocol.messages import PeerId
+from kv_transfer.transport.backends import open_backend
 from kv_transfer.transport.base import (
     Connected,
     ConnectFailed,
@@ -26,7 +26,6 @@ from kv_transfer.transport.base import (
 from kv_transfer.transport.shm_dial import Dialled, dial
 
 SENDER, RECEIVER, PROBE = PeerId("prefill", 1), PeerId("decode", 1), PeerId("memcpy", 1)
-BACKENDS = {"shm": "ShmTransport", "nixl": "NixlTransport", "ucx": "UcxTransport"}
 DONE = b"done"
 EVENT_TIMEOUT_S = 60.0
 IDLE_POLL_S = 0.001
@@ -37,15 +36,14 @@ class WireBrokenError(Exception):
 
 
 class TransportEnd:
-    """Sends or receives the loads; `name` is one of BACKENDS."""
+    """Sends or receives the loads; `name` is a backend's."""
 
     def __init__(self, name: str, me: PeerId, is_called: IsCalled) -> None:
-        """Raises ImportError where the backend, or its library, is missing."""
-        backend = getattr(importlib.import_module(f"kv_transfer.transport.{name}"), BACKENDS[name])
+        """Raises BackendUnavailableError where the backend, or its library, is missing."""
         self._is_called = is_called
         self._pool, memory = make_pool(1 if me == SENDER else 2)
         self._memory: Memory | None = memory
-        self._transport: Transport = backend(me, self._pool)
+        self._transport: Transport = open_backend(name, me, self._pool)
         self._peer = RECEIVER if me == SENDER else SENDER
         self._probe: Dialled | None = None
 

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -273,11 +274,9 @@ class PushWorker:
 
     def has_said(self, wanted: type[Any], key: PushKey) -> bool:
         """Whether it has said so by now; also of one that has died since."""
-        try:
+        with suppress(EOFError, ConnectionResetError):  # the pipe of a dead process ends after its last word
             while self._pipe.poll():
                 self._reports.append(self._pipe.recv())
-        except (EOFError, ConnectionResetError):
-            pass
         return self._find((wanted,), key) is not None
 
     def wait_until_nothing_is_held(self) -> None:
