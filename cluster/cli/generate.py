@@ -13,7 +13,7 @@ from baton.v1 import inference_pb2
 from cluster.cli.errors import INVALID, CommandError, fail
 from cluster.cli.requests import Answer, Client, RequestFailed
 from cluster.cli.tables import format_bytes
-from cluster.wire.channels import MESSAGE_LIMIT_BYTES
+from cluster.wire.channels import MAX_DEADLINE_S, MESSAGE_LIMIT_BYTES
 from cluster.wire.codec import outcome_from_wire
 
 MAX_TOKEN_ID: Final = 2**32 - 1
@@ -103,12 +103,17 @@ def _fill_prompt(request: inference_pb2.GenerateRequest, options: GenerateOption
             request.token_ids.ids.extend(_parse_token_ids("--token-ids", options.token_ids))
 
 
+def check_timeout(timeout_s: float | None) -> None:
+    """Raises CommandError for what cannot be a call's deadline."""
+    if timeout_s is not None and not 0 < timeout_s <= MAX_DEADLINE_S:
+        expected = f"above 0 and at most {MAX_DEADLINE_S:.0f} (30 days)"
+        fail(f"--timeout: {timeout_s:g} is not a number of seconds {expected}; without it there is no limit", INVALID)
+
+
 def run_generate(
     client: Client, request: inference_pb2.GenerateRequest, timeout_s: float | None, *, as_json: bool
 ) -> None:
     """Prints the text to stdout as it comes and sums up on stderr, or prints one JSON object."""
-    if timeout_s is not None and not timeout_s > 0:
-        fail(f"--timeout: {timeout_s:g} is not a positive number of seconds", INVALID)
     if as_json:
         answer = client.generate(request, timeout_s, lambda reply: None)
         assert answer.done is not None

@@ -252,6 +252,7 @@ def generate(
     )
     with errors_as_json(as_json):
         request = command.build_request(options)
+        command.check_timeout(timeout_s)
         with Client(find_target(address, _environment())) as client:
             client.connect()
             command.run_generate(client, request, timeout_s, as_json=as_json)

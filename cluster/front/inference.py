@@ -31,7 +31,7 @@ from cluster.front.sessions import Sessions
 from cluster.front.settings import ServedModel
 from cluster.front.validate import CheckedRequest, check_request
 from cluster.front.wire_input import read_generate, reader
-from cluster.wire.channels import RETRY_AFTER_TRAILER
+from cluster.wire.channels import MAX_DEADLINE_S, RETRY_AFTER_TRAILER
 from cluster.wire.codec import outcome_to_wire
 from engine.core.request import RequestBody
 from engine.core.sampling import SEED_LIMIT
@@ -42,9 +42,6 @@ MAX_OPEN_REQUESTS = 8192
 MAX_DETAILS_CHARACTERS = 512
 """Error messages quote what the client sent. A character takes up to 12 bytes in a trailer, and clients take trailers
 of up to 8 KiB: of a longer message they would not even get the status."""
-
-MAX_DEADLINE_S = 30 * 24 * 3600.0
-"""A client's deadline further away than this counts as none; the coordinator is told it in 32 bits of milliseconds."""
 
 RETRY_WHEN_FULL_MS = 1000
 NUM_TOKENISER_THREADS = 2

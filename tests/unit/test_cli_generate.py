@@ -208,7 +208,13 @@ def test_json_has_all_answers_and_log_probabilities(tmp_path: Path) -> None:
         (["--prompt", "a\udcff"], "--prompt: the text is not valid UTF-8"),
         (["--chat", "a\udcff"], "--chat: the text is not valid UTF-8"),
         (["--prompt", "a", "--temperature", "warm"], "--temperature"),
-        (["--prompt", "a", "--timeout", "0"], "--timeout"),
+        (["--prompt", "a", "--timeout", "0"], "--timeout: 0 is not a number of seconds above 0 and at most 2592000"),
+        (["--prompt", "a", "--timeout", "-1"], "--timeout: -1 is not"),
+        (["--prompt", "a", "--timeout", "nan"], "--timeout: nan is not"),
+        (["--prompt", "a", "--timeout", "inf"], "--timeout: inf is not"),
+        (["--prompt", "a", "--timeout", "2592001"], "--timeout: 2.592e+06 is not"),
+        (["--prompt", "a", "--timeout", "1e10"], "--timeout: 1e+10 is not"),
+        (["--prompt", "a", "--timeout", "1e300"], "--timeout: 1e+300 is not"),
         (["--prompt", "a", "--frobnicate"], "--frobnicate"),
     ],
 )
@@ -347,6 +353,12 @@ def test_a_timeout_is_the_calls_deadline(tmp_path: Path) -> None:
 
     with serving(ScriptedFront(waiting)) as address:
         assert baton("generate", "--prompt", "a", "--timeout", "0.2", "-a", address, home=tmp_path).exit_code == 4
+
+
+def test_the_longest_timeout_is_none_that_has_passed(tmp_path: Path) -> None:
+    with serving(ScriptedFront(answer)) as address:
+        said = baton("generate", "--prompt", "a", "--timeout", "2592000", "-a", address, home=tmp_path)
+    assert (said.exit_code, said.stdout) == (0, "Hello world\n")
 
 
 def test_an_answer_without_its_end_is_a_failure(tmp_path: Path) -> None:
