@@ -32,6 +32,8 @@ def test_json_is_one_object_with_everything(tmp_path: Path) -> None:
         "text": "Hello world",
         "token_ids": [11, 12, 13],
         "outcome": "stop",
+        "seed": 7,
+        "num_attempts": 1,
         "usage": {"prompt_tokens": 20, "cached_tokens": 16, "completion_tokens": 3},
         "workers": {"prefill": "prefill-0", "decode": "decode-0"},
         "kv": {"bytes": 3 * 2**20, "transport": "shm"},
@@ -59,7 +61,8 @@ def test_what_did_not_happen_is_null(tmp_path: Path) -> None:
         said = json.loads(baton("generate", "--prompt", "Hi", "--json", "-a", address, home=tmp_path).stdout)
     assert said["outcome"] == "length"
     assert said["workers"] == {"prefill": None, "decode": "decode-0"}
-    assert said["kv"] == {"bytes": 0, "transport": None}
+    assert said["kv"] == {"bytes": None, "transport": None}
+    assert said["usage"] == {"prompt_tokens": None, "cached_tokens": None, "completion_tokens": 1}
     assert said["timeline_ms"] == {
         "queued": 0.0,
         "reserved": None,
@@ -258,9 +261,11 @@ def test_a_failed_request_has_its_exit_code(
         "text": "Hel",
         "token_ids": [11],
         "outcome": outcome,
-        "usage": {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 1},
+        "seed": None,
+        "num_attempts": None,
+        "usage": {"prompt_tokens": None, "cached_tokens": None, "completion_tokens": 1},
         "workers": {"prefill": None, "decode": None},
-        "kv": {"bytes": 0, "transport": None},
+        "kv": {"bytes": None, "transport": None},
         "timeline_ms": {
             "queued": None,
             "reserved": None,
@@ -345,14 +350,44 @@ def test_stdin_that_is_no_text_or_too_long_is_refused(tmp_path: Path, monkeypatc
     assert long.exit_code == 2 and "--chat: stdin has more than 4 bytes" in long.stderr
 
 
-def test_a_timeout_is_the_calls_deadline(tmp_path: Path) -> None:
-    def waiting(request: object, context: grpc.ServicerContext) -> Iterator[inference_pb2.GenerateResponse]:
-        assert context.time_remaining() < 1.0
+def test_json_of_a_cut_answer_has_what_the_front_knew(tmp_path: Path) -> None:
+    def cut(
+        request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        done = inference_pb2.Done(
+            outcome=inference_pb2.OUTCOME_DEADLINE_EXCEEDED,
+            usage=inference_pb2.Usage(prompt_tokens=20, cached_tokens=0, completion_tokens=1),
+            prefill_worker="prefill-0",
+            decode_worker="decode-0",
+            kv=inference_pb2.KvUsage(transport="shm"),
+            timeline=inference_pb2.Timeline(queued_ms=0.5),
+            seed=9,
+            num_attempts=2,
+        )
+        yield inference_pb2.GenerateResponse(request_id="r1", token_ids=[11], text="Hel", done=done)
+        context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline_exceeded: the client's deadline was reached")
+
+    with serving(ScriptedFront(cut)) as address:
+        said = baton("generate", "--prompt", "a", "--json", "--timeout", "2", "-a", address, home=tmp_path)
+    told = json.loads(said.stdout)
+    assert said.exit_code == 4 and told["error"] == "the client's deadline was reached"
+    assert (told["text"], told["outcome"], told["seed"], told["num_attempts"]) == ("Hel", "deadline_exceeded", 9, 2)
+    assert told["usage"] == {"prompt_tokens": 20, "cached_tokens": 0, "completion_tokens": 1}
+    assert told["workers"] == {"prefill": "prefill-0", "decode": "decode-0"}
+    assert told["kv"] == {"bytes": None, "transport": "shm"}
+    assert (told["timeline_ms"]["queued"], told["timeline_ms"]["push"]) == (0.5, None)
+
+
+def test_a_timeout_is_the_requests_and_leaves_the_call_time_for_the_last_message(tmp_path: Path) -> None:
+    def waiting(
+        request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        assert request.timeout_ms == 201 and 1.0 < context.time_remaining() < 5.0
         context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "too late")
         yield inference_pb2.GenerateResponse()
 
     with serving(ScriptedFront(waiting)) as address:
-        assert baton("generate", "--prompt", "a", "--timeout", "0.2", "-a", address, home=tmp_path).exit_code == 4
+        assert baton("generate", "--prompt", "a", "--timeout", "0.2005", "-a", address, home=tmp_path).exit_code == 4
 
 
 def test_the_longest_timeout_is_none_that_has_passed(tmp_path: Path) -> None:
