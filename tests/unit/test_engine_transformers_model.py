@@ -226,7 +226,9 @@ def test_refuses_a_model_whose_tokens_meet_outside_attention(gpt_neox: Path, mon
 def test_refuses_where_transformers_is_not_installed(gpt_neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find_spec(name))
-    with pytest.raises(UnsupportedModelError, match=r"GPTNeoXForCausalLM.*pip install 'baton-cluster\[transformers\]'"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"GPTNeoXForCausalLM.*-m pip install 'baton-cluster\[transformers\]'"
+    ):
         read_model(gpt_neox)
 
 
