@@ -176,6 +176,12 @@ def _read_generation_config(directory: Path) -> dict[str, Any]:
 
 
 def _count_parameters(directory: Path) -> int:
-    shards = [json.loads(read_safetensors_header(path)) for path in sorted(directory.glob("*.safetensors"))]
-    tensors = [tensor for shard in shards for name, tensor in shard.items() if name != "__metadata__"]
-    return sum(math.prod(tensor["shape"]) for tensor in tensors if tensor["dtype"] in _FLOAT_DTYPES)
+    num_parameters = 0
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            shard = json.loads(read_safetensors_header(path))
+            tensors = [tensor for name, tensor in shard.items() if name != "__metadata__"]
+            num_parameters += sum(math.prod(each["shape"]) for each in tensors if each["dtype"] in _FLOAT_DTYPES)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a readable safetensors file: {error!r}") from error
+    return num_parameters
