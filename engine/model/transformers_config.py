@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.model.config import DTYPE_SIZE_BYTES, DtypeName, read_safetensors_header
+from engine.model.config import (
+    DTYPE_SIZE_BYTES,
+    GENERATION_FILE,
+    SUPPORTED_ARCHITECTURES,
+    DtypeName,
+    read_safetensors_header,
+)
 from engine.model.config_fields import UnsupportedModelError, token_ids
 from engine.model.installing import how_to_install
 
@@ -71,7 +77,7 @@ class TransformersConfig:
             max_position_embeddings=_positive_int(text, "max_position_embeddings", architecture),
             num_parameters=_count_parameters(directory),
             dtype="bfloat16" if "bfloat16" in str(getattr(text, "dtype", None)) else "float32",
-            eos_token_ids=token_ids(generation, "eos_token_id", vocab_size)
+            eos_token_ids=token_ids(generation, "eos_token_id", vocab_size, GENERATION_FILE)
             or token_ids(fields, "eos_token_id", vocab_size),
         )
 
@@ -98,7 +104,7 @@ def _read_config(transformers: Any, directory: Path) -> tuple[Any, str]:
     try:
         # Code that comes with a checkpoint is never run.
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (KeyError, OSError, TypeError, ValueError) as error:
+    except (KeyError, OSError, TypeError, ValueError, _strict_errors()) as error:
         raise UnsupportedModelError(f"transformers {transformers.__version__} cannot read it: {error}") from error
     if config.is_encoder_decoder:
         raise _unsupported(type(config).__name__, "is an encoder-decoder")
@@ -109,6 +115,11 @@ def _read_config(transformers: Any, directory: Path) -> tuple[Any, str]:
             f"transformers {transformers.__version__} has no causal language model for model_type {model_type!r}"
         )
     return config, str(names[model_type])
+
+
+def _strict_errors() -> type[Exception]:
+    """What transformers raises where a field is of another type than its configuration class says."""
+    return importlib.import_module("huggingface_hub.errors").StrictDataclassError  # type: ignore[no-any-return]
 
 
 def _refuse_unsupported(config: Any, text: Any, architecture: str) -> None:
@@ -122,11 +133,29 @@ def _refuse_unsupported(config: Any, text: Any, architecture: str) -> None:
     others = sorted(set(getattr(text, "layer_types", None) or ()) - set(_LAYER_TYPES))
     if others:
         raise _unsupported(architecture, f"has layers that are neither full nor sliding attention: {', '.join(others)}")
+    if architecture in SUPPORTED_ARCHITECTURES:
+        _refuse_unknown_names(text, architecture)
     for rope_type in _rope_types(getattr(text, "rope_parameters", None)):
         if rope_type in _ROPES_BY_LENGTH:
             raise _unsupported(
                 architecture, f"has rope_type {rope_type!r}, which rotates by the step's longest sequence"
             )
+
+
+def _refuse_unknown_names(text: Any, architecture: str) -> None:
+    """Names that a model's code looks up when it is made, of which a bare KeyError would come. Other architectures than
+    those that are known here may have names of their own.
+    """
+    activations = sorted(importlib.import_module("transformers.activations").ACT2FN)
+    for name in ("hidden_act", "hidden_activation"):
+        value = getattr(text, name, None)
+        if value is not None and value not in activations:
+            raise _unsupported(architecture, f"has {name} {value!r} in config.json; known: {', '.join(activations)}")
+    functions = importlib.import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+    rope_types = sorted({"default", *functions} - set(_ROPES_BY_LENGTH))
+    for value in _rope_types(getattr(text, "rope_parameters", None)):
+        if value not in (*rope_types, *_ROPES_BY_LENGTH):
+            raise _unsupported(architecture, f"has rope_type {value!r} in config.json; known: {', '.join(rope_types)}")
 
 
 def _unsupported(architecture: str, why: str) -> UnsupportedModelError:
@@ -163,7 +192,7 @@ def _positive_int(text: Any, name: str, architecture: str) -> int:
 
 
 def _read_generation_config(directory: Path) -> dict[str, Any]:
-    path = directory / "generation_config.json"
+    path = directory / GENERATION_FILE
     if not path.is_file():
         return {}
     try:
