@@ -180,7 +180,17 @@ def leases(address: AddressOption = None, as_json: JsonOption = False) -> None:
     clusters.show_leases(_environment(), address, as_json)
 
 
-@app.command(short_help="Send one request and print the answer.", epilog=exit_codes())
+@app.command(
+    short_help="Send one request and print the answer.",
+    epilog=exit_codes(
+        {
+            FAILED: None,
+            NOT_FOUND: None,
+            TRY_LATER: None,
+            INTERRUPTED: "interrupted by Ctrl-C; the request has been cancelled",
+        }
+    ),
+)
 @reports_errors
 def generate(
     prompt: given.Prompt = None,
