@@ -92,7 +92,8 @@ def _scratch_directory(target: Path) -> Iterator[Path]:
     prefix = f".{target.name}-"
     with _locked(target.parent):
         for left in target.parent.glob(f"{prefix}*"):
-            with contextlib.suppress(BlockingIOError), _locked(left, waits=False):
+            # It is in use, has gone meanwhile, or is somebody else's.
+            with contextlib.suppress(OSError), _locked(left, waits=False):
                 shutil.rmtree(left, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
         lock = contextlib.ExitStack()
@@ -106,7 +107,7 @@ def _scratch_directory(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(directory: Path, *, waits: bool = True) -> Iterator[None]:
-    """Raises BlockingIOError where another process has it locked and this one does not wait."""
+    """Raises OSError where it cannot be opened, or is locked by another and this one does not wait."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
