@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+PLAIN_NUMBER = "1"
+"""The unit of a figure that has none, such as a ratio."""
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -25,6 +27,10 @@ class Result:
     unit: str
     target: str | None = None
     holds: bool | None = None
+
+    def __str__(self) -> str:
+        unit = "" if self.unit == PLAIN_NUMBER else f" {self.unit}"
+        return f"{self.measure}: {self.value:.4g}{unit}, wanted {self.target}"
 
 
 def at_most(measure: str, value: float, limit: float, unit: str) -> Result:
@@ -75,7 +81,7 @@ def finish(report: Report, args: argparse.Namespace, plot: Callable[[Path], None
         plot(target.with_suffix(".png"))
     missed = [result for result in report.results if result.holds is False]
     for result in missed:
-        print(f"MISSED {result.measure}: {result.value:.4g} {result.unit}, wanted {result.target}", file=sys.stderr)
+        print(f"MISSED {result}", file=sys.stderr)
     sys.exit(1 if missed and args.check else 0)
 
 

@@ -17,7 +17,8 @@ from engine.model.config import ModelConfig, kv_block_size_bytes, resolve_dtype
 from engine.model.decoder import DecoderModel
 from engine.model.device_sampler import DeviceSampler
 from engine.model.placement import on_device
-from engine.model.sampler import Sampler, is_greedy_only, score
+from engine.model.safetensors_file import ModelWeightsError
+from engine.model.sampler import NonFiniteLogitsError, Sampler, is_greedy_only, score
 from engine.model.select import read_model
 from engine.model.transformers_config import TransformersConfig
 from engine.model.transformers_model import TransformersModel, load_transformers_model
@@ -140,10 +141,19 @@ class Runner:
         in one step: the logits' buffer is made for them, since what is recorded goes with it when it grows.
 
         Overwrites block 0 of the pool: call it before the pool holds anything.
+
+        Raises ModelWeightsError if the model's output is not finite.
         """
         for step_id, num_tokens in enumerate((max_num_tokens, 1)):
             sequences = [_warm_up_sequence(choice, sample=choice < max_num_rows) for choice in range(num_tokens)]
-            self.run(StepPlan(step_id=step_id, sequences=sequences))
+            try:
+                self.run(StepPlan(step_id=step_id, sequences=sequences))
+            except NonFiniteLogitsError as error:
+                dtype = self.cache.layout.dtype
+                raise ModelWeightsError(
+                    f"the model's output is not finite: look for NaN and infinity in its weights, and whether what it "
+                    f"computes is within the range of {dtype}"
+                ) from error
 
 
 def _pool_and_backend(

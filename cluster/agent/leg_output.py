@@ -37,6 +37,8 @@ class LegOutput:
             leg.first_token_ns = now_ns
             if leg.scores_prompt:
                 self._outbox.end(now_ns, leg.attempt, PROMPT_CHOICE, finish=None, timeline=leg.timeline(now_ns))
+            for choice in leg.running:
+                self._outbox.measured(leg.attempt, choice, leg.timeline(now_ns))
         choice = emitted.key.choice
         token = TokenInfo(token_id=emitted.token_id, logprob=emitted.logprob, top=emitted.top)
         self._outbox.append(leg.attempt, choice, emitted.position, (token,))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cluster.agent.process import WorkerEndedError, run_worker
 from cluster.agent.settings import RoleProfile, WorkerSettings
-from cluster.core.config import DEVICES, DTYPES, TRANSPORTS
+from cluster.core.config import DEVICES, DTYPES, MAX_SECONDS, TRANSPORTS
 from cluster.core.ids import WorkerId
 from cluster.wire.channels import LOOPBACK, PortInUseError
 from engine.model.safetensors_file import ModelWeightsError
@@ -135,11 +135,24 @@ def _parser(profile: RoleProfile) -> argparse.ArgumentParser:
     add("--max-running", type=int, default=64, metavar="N", help="sequences that may run at once")
     add("--transport", choices=TRANSPORTS, default="auto", help="how KV is pushed")
     add("--no-checksums", action="store_true", help="do not verify pushed blocks")
-    add("--coordinator-grace", type=float, default=30.0, metavar="S", help="end when without a coordinator for so long")
+    add(
+        "--coordinator-grace",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="end when without a coordinator for so long",
+    )
     add("--metrics-host", default=LOOPBACK, help="where the Prometheus page is served")
     add("--metrics-port", type=int, default=0, metavar="PORT", help="of that page; 0 takes any free one")
     add("--with-parent", action="store_true", help="end when the process that started this one has ended")
     return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {MAX_SECONDS:.0f}")
+    return seconds
 
 
 def _core_list(text: str) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ class TokenRecord:
     front: FrontId | None = None
     finish: Outcome | None = None
     timeline: LegTimeline | None = None
+    is_timeline_sent: bool = False
     is_ended: bool = False
     is_end_sent: bool = False
     is_forgotten: bool = False
@@ -99,6 +100,10 @@ class Outbox:
         self._mark(record)
         if record.front is not None and self._links[record.front].num_in_flight:
             self._links[record.front].num_stalled_tokens += len(tokens)
+
+    def measured(self, attempt: AttemptId, choice: int, timeline: LegTimeline) -> None:
+        """What is known before the end, since a front may need no more than the beginning. Goes with the next run."""
+        self._records[(attempt, choice)].timeline = timeline
 
     def end_position(self, attempt: AttemptId, choice: int) -> int:
         """Position of its next token."""
@@ -230,6 +235,7 @@ class Outbox:
         # Earlier positions than this attempt's first were delivered by earlier attempts.
         record.next_position = max(next_position, record.first_position)
         record.is_end_sent = False
+        record.is_timeline_sent = False
         record.is_forgotten = False
         self._mark(record)
 
@@ -283,6 +289,7 @@ class Outbox:
             runs.append(run)
             record.next_position = run.position + len(run.tokens)
             record.is_end_sent = run.leg_done or run.finish is not None
+            record.is_timeline_sent = record.timeline is not None
             if not record.has_news:
                 del link.dirty[key]
         return tuple(runs)
@@ -322,5 +329,5 @@ def _next_run(record: TokenRecord, max_tokens: int) -> TokenRun:
         tokens=tokens,
         finish=record.finish if is_last else None,
         leg_done=is_last,
-        timeline=record.timeline if is_last else None,
+        timeline=record.timeline if is_last or not record.is_timeline_sent else None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,7 +30,38 @@ _OUTCOMES: Final = {
     grpc.StatusCode.INTERNAL: Outcome.INTERNAL,
 }
 """Where the front does not name the outcome itself. Other statuses mean that the request never became one."""
-_BY_VALUE: Final = {outcome.value: outcome for outcome in Outcome}
+NUMBERS: Final = {
+    "max_tokens": "--max-tokens",
+    "min_tokens": "--min-tokens",
+    "num_choices": "--choices",
+    "temperature": "--temperature",
+    "top_k": "--top-k",
+    "top_p": "--top-p",
+    "min_p": "--min-p",
+    "presence_penalty": "--presence-penalty",
+    "frequency_penalty": "--frequency-penalty",
+    "repetition_penalty": "--repetition-penalty",
+    "seed": "--seed",
+    "logprobs": "--logprobs",
+    "prompt_logprobs": "--prompt-logprobs",
+}
+"""Sampling parameters that are one number, and the options of `baton generate` that set them."""
+_OPTIONS: Final = {
+    **{f"sampling.{name}": option for name, option in NUMBERS.items()},
+    "sampling.stop_token_ids": "--stop-token-ids",
+    "sampling.logit_bias": "--logit-bias",
+    "stop": "--stop",
+    "prompt": "--prompt",
+    "chat": "--chat",
+    "chat.messages": "--chat",
+    "token_ids": "--token-ids",
+    "token_ids.ids": "--token-ids",
+    "timeout_ms": "--timeout",
+}
+"""By the fields of a request that a front's complaints begin with."""
+_FIELD: Final = re.compile(r"([a-z_.]+)(?:\[(\d+)\])?: (.*)")
+_BY_VALUE: Final = {outcome.value: outcome for outcome in Outcome if outcome not in (Outcome.STOP, Outcome.LENGTH)}
+"""Of calls that fail. (`stop` is a field of a request too.)"""
 _COORDINATOR_PREFIX: Final = "the coordinator: "
 """A front begins with it the details of what the coordinator, or the connection to it, has answered an operator."""
 _LOCAL_DEADLINE: Final = "Deadline Exceeded"
@@ -80,7 +112,11 @@ def _split_outcome(details: str) -> tuple[Outcome | None, str]:
 
 
 def _in_own_words(code: grpc.StatusCode, reason: str, address: str) -> str | None:
-    """What gRPC has found out by itself, or handed on of the coordinator; None for what a front has said."""
+    """What gRPC has found out by itself, or handed on of the coordinator, or a complaint about a field that an option
+    sets; None for what else a front has said.
+    """
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return _naming_the_option(reason)
     is_about_coordinator = reason.startswith(_COORDINATOR_PREFIX)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         if is_about_coordinator:
@@ -91,3 +127,15 @@ def _in_own_words(code: grpc.StatusCode, reason: str, address: str) -> str | Non
             return f"the cluster at {address} cannot reach its coordinator at the moment"
         return f"the connection to the cluster at {address} was lost before the answer was complete"
     return None
+
+
+def _naming_the_option(reason: str) -> str | None:
+    """A complaint about one of several values says which: a number from 1, or the token that a bias is for."""
+    match = _FIELD.fullmatch(reason)
+    option = None if match is None else _OPTIONS.get(match[1])
+    if match is None or option is None:
+        return None
+    which = ""
+    if match[2] is not None:
+        which = f" (token {match[2]})" if option == "--logit-bias" else f" (number {int(match[2]) + 1})"
+    return f"{option}{which}: {match[3]}"

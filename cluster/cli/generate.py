@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,12 +12,16 @@ from typing import Final
 
 from baton.v1 import inference_pb2
 from cluster.cli.errors import INVALID, CommandError, fail
+from cluster.cli.failures import NUMBERS
 from cluster.cli.requests import Answer, Client, RequestFailed
 from cluster.cli.tables import format_bytes
-from cluster.wire.channels import MESSAGE_LIMIT_BYTES
+from cluster.core.limits import MAX_CHOICES
+from cluster.wire.channels import MAX_DEADLINE_S, MESSAGE_LIMIT_BYTES
 from cluster.wire.codec import outcome_from_wire
+from engine.core.sampling import MAX_LOGPROBS, SEED_LIMIT
 
 MAX_TOKEN_ID: Final = 2**32 - 1
+MAX_COUNT: Final = 2**32 - 1
 FROM_STDIN: Final = "-"
 
 
@@ -47,22 +52,16 @@ class GenerateOptions:
     as_json: bool = False
 
 
-NUMBERS: Final = {
-    "max_tokens": "--max-tokens",
-    "min_tokens": "--min-tokens",
-    "num_choices": "--choices",
-    "temperature": "--temperature",
-    "top_k": "--top-k",
-    "top_p": "--top-p",
-    "min_p": "--min-p",
-    "presence_penalty": "--presence-penalty",
-    "frequency_penalty": "--frequency-penalty",
-    "repetition_penalty": "--repetition-penalty",
-    "seed": "--seed",
-    "logprobs": "--logprobs",
-    "prompt_logprobs": "--prompt-logprobs",
+RANGES: Final = {
+    "max_tokens": (1, MAX_COUNT),
+    "min_tokens": (0, MAX_COUNT),
+    "num_choices": (1, MAX_CHOICES),
+    "top_k": (0, MAX_COUNT),
+    "seed": (0, SEED_LIMIT - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
 }
-"""Sampling parameters that are one number, and their options."""
+"""Of the whole numbers: others may not even fit the message in which the cluster would be asked."""
 
 
 def build_request(options: GenerateOptions) -> inference_pb2.GenerateRequest:
@@ -71,9 +70,12 @@ def build_request(options: GenerateOptions) -> inference_pb2.GenerateRequest:
     _fill_prompt(request, options)
     for name, option in NUMBERS.items():
         value = getattr(options, name)
-        if value is not None:
-            with _naming(option):
-                setattr(request.sampling, name, value)
+        if value is None:
+            continue
+        low, high = RANGES.get(name, (-math.inf, math.inf))
+        if value < low or value > high:
+            fail(f"{option}: must be between {low} and {high}, got {value}", INVALID)
+        setattr(request.sampling, name, value)
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(options, name) is not None and not options.as_json:
             fail(f"{NUMBERS[name]}: only --json shows log-probabilities", INVALID)
@@ -103,12 +105,17 @@ def _fill_prompt(request: inference_pb2.GenerateRequest, options: GenerateOption
             request.token_ids.ids.extend(_parse_token_ids("--token-ids", options.token_ids))
 
 
+def check_timeout(timeout_s: float | None) -> None:
+    """Raises CommandError for what cannot be a call's deadline."""
+    if timeout_s is not None and not 0 < timeout_s <= MAX_DEADLINE_S:
+        expected = f"above 0 and at most {MAX_DEADLINE_S:.0f} (30 days)"
+        fail(f"--timeout: {timeout_s:g} is not a number of seconds {expected}; without it there is no limit", INVALID)
+
+
 def run_generate(
     client: Client, request: inference_pb2.GenerateRequest, timeout_s: float | None, *, as_json: bool
 ) -> None:
     """Prints the text to stdout as it comes and sums up on stderr, or prints one JSON object."""
-    if timeout_s is not None and not timeout_s > 0:
-        fail(f"--timeout: {timeout_s:g} is not a positive number of seconds", INVALID)
     if as_json:
         answer = client.generate(request, timeout_s, lambda reply: None)
         assert answer.done is not None
@@ -176,12 +183,15 @@ def summary(answer: Answer) -> str:
 
 def _text_of(option: str, given: str) -> str:
     """The text itself, or what stdin says where `-` is given: without the line break that ends it, as in `$(...)`."""
-    if given != FROM_STDIN:
-        return given
-    content = sys.stdin.buffer.read(MESSAGE_LIMIT_BYTES + 1)
-    if len(content) > MESSAGE_LIMIT_BYTES:
-        fail(f"{option}: stdin has more than {MESSAGE_LIMIT_BYTES} bytes", INVALID)
-    return content.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    text = given
+    if given == FROM_STDIN:
+        content = sys.stdin.buffer.read(MESSAGE_LIMIT_BYTES + 1)
+        if len(content) > MESSAGE_LIMIT_BYTES:
+            fail(f"{option}: stdin has more than {MESSAGE_LIMIT_BYTES} bytes", INVALID)
+        text = content.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    if not text:
+        fail(f"{option}: must not be empty", INVALID)
+    return text
 
 
 def _parse_token_ids(option: str, text: str) -> list[int]:

@@ -65,5 +65,6 @@ PromptLogprobs = Annotated[
     int | None, typer.Option("--prompt-logprobs", metavar="K", help="The same for the prompt's tokens; with --json.")
 ]
 TimeoutS = Annotated[
-    float | None, typer.Option("--timeout", metavar="SECONDS", help="Give up after so long. Default: never.")
+    float | None,
+    typer.Option("--timeout", metavar="SECONDS", help="Give up after so long, up to 30 days. Default: never."),
 ]

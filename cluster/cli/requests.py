@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import grpc
+from google.protobuf.message import Message
 
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from cluster.cli.address import Target
@@ -21,6 +23,8 @@ from cluster.wire.codec import outcome_from_wire
 
 CONNECT_TIMEOUT_S: Final = 5.0
 ADMIN_TIMEOUT_S: Final = 10.0
+LAST_MESSAGE_S: Final = 3.0
+"""So long after a request's timeout its last message may come; then the front has not kept to it."""
 TIMELINE_PARTS: Final = ("queued", "reserved", "prefill", "push", "first_token", "decode")
 
 
@@ -68,12 +72,12 @@ class Answer:
             self.done = reply.done
 
     def as_json(self, outcome: Outcome | None) -> dict[str, Any]:
-        """The object that `baton generate --json` prints; what is not known is null, zero or empty.
+        """The object that `baton generate --json` prints; what is not known is null or empty.
 
         `text`, `token_ids` and `logprobs` are the first answer's; where there are several, `choices` has all of them.
         """
         done = self.done or inference_pb2.Done()
-        timeline = {name: getattr(done.timeline, f"{name}_ms") for name in TIMELINE_PARTS}
+        timeline = {name: _if_set(done.timeline, f"{name}_ms") for name in TIMELINE_PARTS}
         choices = [self.choices[number] for number in sorted(self.choices)]
         num_tokens = sum(len(choice.token_ids) for choice in choices)
         return {
@@ -82,18 +86,21 @@ class Answer:
             "outcome": None if outcome is None else outcome.value,
             **({"choices": [choice.as_json() for choice in choices]} if len(choices) > 1 else {}),
             **({"prompt_logprobs": self.prompt_logprobs} if self.prompt_logprobs else {}),
+            "seed": done.seed if self.done else None,
+            "num_attempts": done.num_attempts if self.done else None,
             "usage": {
-                "prompt_tokens": done.usage.prompt_tokens,
-                "cached_tokens": done.usage.cached_tokens,
+                "prompt_tokens": done.usage.prompt_tokens or None,
+                "cached_tokens": _if_set(done.usage, "cached_tokens"),
                 "completion_tokens": done.usage.completion_tokens or num_tokens,
             },
             "workers": {"prefill": done.prefill_worker or None, "decode": done.decode_worker or None},
-            "kv": {"bytes": done.kv.bytes, "transport": done.kv.transport or None},
-            "timeline_ms": {
-                name: round(value, 3) if done.timeline.HasField(f"{name}_ms") else None  # type: ignore[arg-type]
-                for name, value in timeline.items()
-            },
+            "kv": {"bytes": _if_set(done.kv, "bytes"), "transport": done.kv.transport or None},
+            "timeline_ms": {name: None if value is None else round(value, 3) for name, value in timeline.items()},
         }
+
+
+def _if_set(message: Message, field: str) -> Any:
+    return getattr(message, field) if message.HasField(field) else None
 
 
 def _logprobs(token_ids: Iterable[int], entries: Iterable[inference_pb2.TokenLogprobs]) -> list[dict[str, Any]]:
@@ -158,10 +165,15 @@ class Client:
     ) -> Answer:
         """Runs the request; `on_reply` gets each message as it arrives.
 
+        The front ends the request after `timeout_s` and says what is known of it, which the call leaves time for.
+
         Raises RequestFailed, and KeyboardInterrupt after having cancelled the request.
         """
         answer = Answer()
-        call: Any = self._inference.Generate(request, timeout=timeout_s)
+        if timeout_s is not None:
+            request.timeout_ms = math.ceil(timeout_s * 1e3)
+        deadline_s = None if timeout_s is None else timeout_s + LAST_MESSAGE_S
+        call: Any = self._inference.Generate(request, timeout=deadline_s)
         try:
             for reply in call:
                 answer.add(reply)

@@ -59,7 +59,7 @@ class TokenRun:
     """Consecutive tokens of one choice from `position` on, or of the prompt: of PROMPT_CHOICE, from position 1 on.
 
     `finish` is set on the run with a choice's last token. `leg_done` without `finish` means that this worker (prefill)
-    has no more to send and another goes on. `timeline` comes with either.
+    has no more to send and another goes on. `timeline` comes with either, and so far as it is known with the first run.
     """
 
     attempt: AttemptId

@@ -89,6 +89,10 @@ class ClientOutput:
         messages += [self._take_choice(choice) for choice, waiting in self._choices.items() if waiting.has_news]
         return messages
 
+    def take_last(self) -> list[inference_pb2.GenerateResponse]:
+        """As `take`, with at least one message: one without news has room for the request's end."""
+        return self.take() or [self._take_choice(min(self._choices))]
+
     def _take_choice(self, choice: int) -> inference_pb2.GenerateResponse:
         waiting = self._choices[choice]
         message = inference_pb2.GenerateResponse(

@@ -21,7 +21,7 @@ from cluster.core.errors import (
     status_of,
 )
 from cluster.core.ids import Outcome
-from cluster.core.limits import NS_PER_S
+from cluster.core.limits import NS_PER_MS, NS_PER_S
 from cluster.front.client_output import ClientOutput
 from cluster.front.output_text import OutputText
 from cluster.front.request_effects import End
@@ -31,7 +31,7 @@ from cluster.front.sessions import Sessions
 from cluster.front.settings import ServedModel
 from cluster.front.validate import CheckedRequest, check_request
 from cluster.front.wire_input import read_generate, reader
-from cluster.wire.channels import RETRY_AFTER_TRAILER
+from cluster.wire.channels import MAX_DEADLINE_S, RETRY_AFTER_TRAILER
 from cluster.wire.codec import outcome_to_wire
 from engine.core.request import RequestBody
 from engine.core.sampling import SEED_LIMIT
@@ -42,9 +42,6 @@ MAX_OPEN_REQUESTS = 8192
 MAX_DETAILS_CHARACTERS = 512
 """Error messages quote what the client sent. A character takes up to 12 bytes in a trailer, and clients take trailers
 of up to 8 KiB: of a longer message they would not even get the status."""
-
-MAX_DEADLINE_S = 30 * 24 * 3600.0
-"""A client's deadline further away than this counts as none; the coordinator is told it in 32 bits of milliseconds."""
 
 RETRY_WHEN_FULL_MS = 1000
 NUM_TOKENISER_THREADS = 2
@@ -92,9 +89,9 @@ class InferenceService:
     async def _write_answer(self, spec: RequestSpec, output: ClientOutput, context: _Context) -> End:
         while True:
             await output.wait()
-            messages, end = output.take(), output.end
-            if end is not None and end.outcome in (Outcome.STOP, Outcome.LENGTH):
-                # There is a message, since the last answer's end came together with the request's.
+            end = output.end
+            messages = output.take() if end is None else output.take_last()
+            if end is not None:
                 messages[-1].done.CopyFrom(_done(spec, end))
             for message in messages:
                 await context.write(message)
@@ -114,7 +111,7 @@ class InferenceService:
             raise RequestEndedError(Outcome.REJECTED_OVERLOAD, reason, retry_after_ms=RETRY_WHEN_FULL_MS)
         checked = check_request(request, self._model, secrets.randbelow(SEED_LIMIT))
         request_id = checked.request_id or uuid.uuid4().hex
-        deadline_ns = self._deadline_ns(context)
+        deadline_ns = self._deadline_ns(context, checked.timeout_ms)
         body, block_hashes = await self._prepare(request_id, checked)
         spec = RequestSpec(
             request_id=request_id,
@@ -127,11 +124,13 @@ class InferenceService:
         )
         return spec, self._sessions.open(spec, lambda: OutputText(self._model.tokenizer.detokenizer(), checked.stop))
 
-    def _deadline_ns(self, context: _Context) -> int | None:
-        remaining_s = context.time_remaining()
-        if remaining_s is None or remaining_s > MAX_DEADLINE_S:
-            return None
-        return self._sessions.now_ns() + int(remaining_s * NS_PER_S)
+    def _deadline_ns(self, context: _Context, timeout_ms: int | None) -> int | None:
+        """The earlier one of the call's and the request's own."""
+        now_ns, remaining_s = self._sessions.now_ns(), context.time_remaining()
+        deadlines_ns = [] if timeout_ms is None else [now_ns + timeout_ms * NS_PER_MS]
+        if remaining_s is not None and remaining_s <= MAX_DEADLINE_S:
+            deadlines_ns.append(now_ns + int(remaining_s * NS_PER_S))
+        return min(deadlines_ns, default=None)
 
     async def _prepare(self, request_id: str, checked: CheckedRequest) -> _Prepared:
         """Tokenises and hashes the prompt; a long one in a thread. The id is taken meanwhile."""

@@ -23,17 +23,18 @@ class RequestReport:
             the answer that came first; None where no hand-over took place or no gap follows it.
         prefill_worker, decode_worker: names of the last attempt's workers; prefill is empty where decode read the
             prompt, both where the request was never placed.
-        num_cached_tokens: prompt tokens whose KV was found in a prefix cache.
+        num_cached_tokens: prompt tokens whose KV was found in a prefix cache; None while no worker has said.
+        kv_bytes, kv_early_bytes: None unless decode has said that it took the KV over, or reads the prompt itself.
         num_attempts: attempts that ran.
     """
 
     num_output_tokens: int
     num_attempts: int
-    num_cached_tokens: int
+    num_cached_tokens: int | None
     prefill_worker: str
     decode_worker: str
-    kv_bytes: int
-    kv_early_bytes: int
+    kv_bytes: int | None
+    kv_early_bytes: int | None
     kv_transport: str
     queued_ms: float | None
     reserved_ms: float | None
@@ -66,7 +67,7 @@ class TimelineRecorder:
         self._attempt_choice = None
 
     def leg(self, timeline: LegTimeline) -> None:
-        """A worker of the current attempt has reported its part."""
+        """A worker of the current attempt has reported its part, or what it has measured of it so far."""
         self._legs.append(timeline)
 
     def tokens(self, now_ns: int, choice: int, num_tokens: int) -> None:
@@ -84,17 +85,18 @@ class TimelineRecorder:
         placed = self._placed
         push_ms = [leg.push_ms for leg in self._legs if leg.push_ms is not None]
         prefill_ms = [leg.prefill_ms for leg in self._legs if leg.prefill_ms is not None]
-        cached = max((leg.num_cached_tokens for leg in self._legs), default=0)
+        cached = max((leg.num_cached_tokens for leg in self._legs), default=None)
+        is_kv_known = bool(push_ms) or (placed is not None and placed.prefill is None)
         return RequestReport(
             num_output_tokens=num_output_tokens,
             num_attempts=self._num_attempts,
             # In a later attempt delivered tokens are read like a prompt, and may be found in a cache as well.
-            num_cached_tokens=min(cached, num_prompt_tokens),
+            num_cached_tokens=None if cached is None else min(cached, num_prompt_tokens),
             prefill_worker=placed.prefill.worker.name if placed and placed.prefill else "",
             decode_worker=placed.decode.worker.name if placed else "",
-            # Both ends of a push may report it: decode's figures come last and are the complete ones.
-            kv_bytes=max((leg.kv_bytes for leg in self._legs), default=0),
-            kv_early_bytes=max((leg.kv_early_bytes for leg in self._legs), default=0),
+            # A worker may report more than once, and of a push both its ends.
+            kv_bytes=max((leg.kv_bytes for leg in self._legs), default=0) if is_kv_known else None,
+            kv_early_bytes=max((leg.kv_early_bytes for leg in self._legs), default=0) if is_kv_known else None,
             kv_transport=next((leg.kv_transport for leg in reversed(self._legs) if leg.kv_transport), ""),
             queued_ms=placed.queued_ms if placed else None,
             reserved_ms=placed.reserved_ms if placed else None,

@@ -106,7 +106,10 @@ def _read_template(model_dir: Path, config: dict[str, Any]) -> Template | None:
     """Newer directories keep the template in a file of its own, older ones in tokenizer_config.json."""
     path = model_dir / "chat_template.jinja"
     if path.is_file():
-        source: str | None = path.read_text(encoding="utf-8")
+        try:
+            source: str | None = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not valid UTF-8: {error}") from error
     else:
         path = model_dir / "tokenizer_config.json"
         source = _configured_template(config)
@@ -127,7 +130,8 @@ def _read_template(model_dir: Path, config: dict[str, Any]) -> Template | None:
 def _configured_template(config: dict[str, Any]) -> str | None:
     template = config.get("chat_template")
     if isinstance(template, list):  # several named ones
-        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
     if template is not None and not isinstance(template, str):
         raise ValueError("chat_template in tokenizer_config.json must be text")
     return template

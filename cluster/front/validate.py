@@ -10,12 +10,14 @@ from cluster.core.errors import InvalidRequestError, NotFoundError
 from cluster.core.limits import MAX_CHOICES
 from cluster.front.settings import DEFAULT_MAX_TOKENS, ServedModel
 from cluster.front.tokenizer import ChatTemplateError, ChatTurn
+from cluster.wire.channels import MAX_DEADLINE_S
 from engine.core.request import RequestBody, Sibling
 from engine.core.sampling import SamplingParams
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_PRIORITY = 100
+MAX_TIMEOUT_MS = int(MAX_DEADLINE_S * 1000)
 MAX_NAME_CHARACTERS = 128
 MAX_CHAT_MESSAGES = 1024
 CHAT_ROLES = ("system", "user", "assistant")
@@ -47,6 +49,7 @@ class CheckedRequest:
     tenant: str
     cache_salt: str
     max_latency_ms: int | None
+    timeout_ms: int | None
 
     def tokenise(self, model: ServedModel) -> tuple[int, ...]:
         """The prompt's ids. Takes about 1 ms for 1,000 tokens of text.
@@ -95,6 +98,8 @@ def check_request(request: inference_pb2.GenerateRequest, model: ServedModel, se
         raise InvalidRequestError(
             "priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}, got {request.priority}"
         )
+    if request.timeout_ms > MAX_TIMEOUT_MS:
+        raise InvalidRequestError("timeout_ms", f"must be at most {MAX_TIMEOUT_MS} (30 days), got {request.timeout_ms}")
     for field in ("tenant", "cache_salt"):
         length = len(getattr(request, field))
         if length > MAX_NAME_CHARACTERS:
@@ -113,6 +118,7 @@ def check_request(request: inference_pb2.GenerateRequest, model: ServedModel, se
         tenant=request.tenant,
         cache_salt=request.cache_salt,
         max_latency_ms=request.max_latency_ms or None,
+        timeout_ms=request.timeout_ms or None,
     )
 
 

@@ -13,10 +13,12 @@ import psutil
 
 from cluster.core.config import ClusterConfig, ModelConfig, PoolConfig
 from cluster.live.config_file import ClusterFile
-from engine.model.config import resolve_dtype
+from engine.model.config import ModelConfig as NativeConfig
+from engine.model.config import model_fingerprint, resolve_dtype
 from engine.model.importer import is_complete
 from engine.model.packaged_models import PACKAGED_MODELS
 from engine.model.select import read_model
+from engine.model.transformers_config import TransformersConfig
 from kv_transfer.protocol.layout import KVLayout, LayerGroup
 from kv_transfer.transport.backends import why_unavailable
 
@@ -84,6 +86,9 @@ def check_model(file: ClusterFile, models_dir: Path) -> ModelFacts:
         raise file.error(key, f"no *.safetensors in {directory}", "a model directory with its weights")
     if not (directory / "tokenizer.json").is_file():
         raise file.error(key, f"no tokenizer.json in {directory}", "a model directory with its tokenizer")
+    reason = _why_not_loadable(directory, shape)
+    if reason is not None:
+        raise file.error(key, f"a model that cannot be loaded ({reason})", "one with all its weights and its tokenizer")
     layout = KVLayout(
         groups=(LayerGroup(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim),),
         block_size=file.config.kv.block_size,
@@ -97,6 +102,25 @@ def check_model(file: ClusterFile, models_dir: Path) -> ModelFacts:
     )
     _check_context(file, facts, shape.max_position_embeddings)
     return facts
+
+
+def _why_not_loadable(directory: Path, shape: NativeConfig | TransformersConfig) -> str | None:
+    """What workers and fronts would find wrong, as far as headers and small files tell: no weights are read."""
+    # Torch is slow to import, and what has been refused before does not need it.
+    from cluster.front.tokenizer import TextTokenizer
+    from engine.model.safetensors_file import ModelWeightsError, check_files
+    from engine.model.weights import check_weights
+
+    try:
+        model_fingerprint(directory)
+        if isinstance(shape, TransformersConfig):
+            check_files(directory)
+        else:
+            check_weights(directory, shape)
+        TextTokenizer.from_directory(directory)
+    except (ModelWeightsError, OSError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def num_kv_blocks(pool: PoolConfig, block_bytes: int) -> int:

@@ -8,6 +8,9 @@ import grpc.aio
 MESSAGE_LIMIT_BYTES = 16 * 2**20
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
+MAX_DEADLINE_S = 30 * 24 * 3600.0
+"""A client's deadline further away than this counts as none; the coordinator is told it in 32 bits of milliseconds. (A
+client must not name one beyond the year 2262 either: gRPC counts nanoseconds in 64 bits, and it would have passed.)"""
 LOOPBACK = "127.0.0.1"
 RETRY_AFTER_TRAILER = "baton-retry-after-ms"
 """Trailer of a refused call: in how many milliseconds to try again."""

@@ -40,6 +40,7 @@ DtypeName = Literal["float32", "bfloat16"]
 DTYPE_SIZE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
+GENERATION_FILE = "generation_config.json"
 FINGERPRINT_SIZE_BYTES = 16
 MAX_SAFETENSORS_HEADER_SIZE_BYTES = 100_000_000
 
@@ -129,7 +130,7 @@ class ModelConfig:
         config_path = directory / "config.json"
         if not config_path.is_file():
             raise FileNotFoundError(f"{config_path} does not exist: {directory} is not a Hugging Face model directory")
-        generation_path = directory / "generation_config.json"
+        generation_path = directory / GENERATION_FILE
         generation = _read_json(generation_path) if generation_path.is_file() else {}
         return cls.from_dict(_read_json(config_path), generation)
 
@@ -164,9 +165,7 @@ class ModelConfig:
             tie_word_embeddings=flag(fields, "tie_word_embeddings"),
             dtype=_dtype(fields),
             bos_token_id=optional_token_id(fields, "bos_token_id", vocab_size),
-            # generation_config.json decides where it has them.
-            eos_token_ids=token_ids(generation or {}, "eos_token_id", vocab_size)
-            or token_ids(fields, "eos_token_id", vocab_size),
+            eos_token_ids=_eos_token_ids(fields, generation or {}, vocab_size),
         )
 
     @property
@@ -292,6 +291,12 @@ def _head_shape(fields: dict[str, Any], hidden_size: int) -> tuple[int, int, int
     if head_dim % 2:
         raise ValueError(f"head_dim must be even for rotary embeddings, got {head_dim} in config.json")
     return num_heads, num_kv_heads, head_dim
+
+
+def _eos_token_ids(fields: dict[str, Any], generation: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """generation_config.json decides where it has them; config.json has to be sound all the same."""
+    configured = token_ids(fields, "eos_token_id", vocab_size)
+    return token_ids(generation, "eos_token_id", vocab_size, GENERATION_FILE) or configured
 
 
 def _dtype(fields: dict[str, Any]) -> DtypeName:

@@ -42,18 +42,20 @@ def optional_token_id(raw: dict[str, Any], name: str, vocab_size: int) -> int | 
     return None if value is None else _token_id(value, name, vocab_size)
 
 
-def token_ids(raw: dict[str, Any], name: str, vocab_size: int) -> tuple[int, ...]:
+def token_ids(raw: dict[str, Any], name: str, vocab_size: int, file: str = "config.json") -> tuple[int, ...]:
     """One id or a list of them; sorted and without repeats."""
     value = raw.get(name)
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    return tuple(sorted({_token_id(token_id, name, vocab_size) for token_id in ids}))
+    return tuple(sorted({_token_id(token_id, name, vocab_size, file) for token_id in ids}))
 
 
-def _token_id(value: object, name: str, vocab_size: int) -> int:
+def _token_id(value: object, name: str, vocab_size: int, file: str = "config.json") -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
-        raise ValueError(f"{name} must be a token id between 0 and {vocab_size - 1}, got {value!r}")
+        raise ValueError(
+            f"{name} must be a token id between 0 and {vocab_size - 1} (vocab_size - 1) in {file}, got {value!r}"
+        )
     return value
 
 

@@ -267,6 +267,8 @@ def family_fields(architecture: str, raw: dict[str, Any]) -> Fields:
 def parse_activation(fields: Fields) -> ActivationName:
     name = "hidden_activation" if fields.get("hidden_activation") else "hidden_act"
     activation = fields.get(name, "silu")
+    if not isinstance(activation, str):
+        raise ValueError(f"{name} in config.json must be the name of an activation, got {activation!r}")
     if activation not in _ACTIVATIONS:
         raise UnsupportedModelError(
             f"{name} {activation!r} in config.json is not supported; supported: {', '.join(_ACTIVATIONS)}"

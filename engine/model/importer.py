@@ -8,6 +8,7 @@ and is used as it is from then on.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import importlib.util
 import io
@@ -15,10 +16,11 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from engine.model.installing import how_to_install
 from engine.model.packaged_models import (
     PACKAGED_MODELS,
     ModelImportError,
@@ -63,8 +65,7 @@ def import_model(name: str, models_dir: Path, progress: ImportProgress | None = 
     pieces = find_gguf_pieces(model)
     _require_conversion_packages()
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
+    with _scratch_directory(target) as scratch:
         report("reading packages", 0.0)
         gguf_path = assemble_gguf(model, pieces, scratch)
         converted = scratch / "converted"
@@ -73,8 +74,6 @@ def import_model(name: str, models_dir: Path, progress: ImportProgress | None = 
         with contextlib.redirect_stderr(io.StringIO()):
             _convert(model, gguf_path, converted, report)
         _publish(converted, target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     report("imported", 1.0)
     return target
 
@@ -84,10 +83,43 @@ def is_complete(model_dir: Path) -> bool:
     return all((model_dir / name).is_file() for name in REQUIRED_FILES)
 
 
+@contextlib.contextmanager
+def _scratch_directory(target: Path) -> Iterator[Path]:
+    """A new folder beside the target, removed at the end, and before it those of imports that were killed.
+
+    A folder is locked while it is in use, which no death of its process survives.
+    """
+    prefix = f".{target.name}-"
+    with _locked(target.parent):
+        for left in target.parent.glob(f"{prefix}*"):
+            # It is in use, has gone meanwhile, or is somebody else's.
+            with contextlib.suppress(OSError), _locked(left, waits=False):
+                shutil.rmtree(left, ignore_errors=True)
+        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+        lock = contextlib.ExitStack()
+        lock.enter_context(_locked(scratch))
+    with lock:
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path, *, waits: bool = True) -> Iterator[None]:
+    """Raises OSError where it cannot be opened, or is locked by another and this one does not wait."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _require_conversion_packages() -> None:
     missing = [name for name in CONVERSION_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ModelImportError(f"converting a model needs {', '.join(missing)}: pip install {' '.join(missing)}")
+        raise ModelImportError(f"converting a model needs {', '.join(missing)}: {how_to_install(*missing)}")
 
 
 def _convert(model: PackagedModel, gguf_path: Path, directory: Path, report: ImportProgress) -> None:

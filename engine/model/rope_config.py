@@ -76,6 +76,8 @@ def _theta(scaling: dict[str, Any], outer: object, default: float) -> float:
 
 def _parse(raw: dict[str, Any], scaling: dict[str, Any], theta: float) -> RopeConfig:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if not isinstance(kind, str):
+        raise ValueError(f"rope_type in config.json must be a name, got {kind!r}")
     if kind not in _SUPPORTED_KINDS:
         raise UnsupportedModelError(
             f"rope_type {kind!r} in config.json is not supported; supported: {', '.join(_SUPPORTED_KINDS)}"

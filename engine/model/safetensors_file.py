@@ -42,21 +42,21 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            header = read_safetensors_header(path)
-            content = json.loads(header)
-        except (OSError, ValueError) as error:
-            raise ModelWeightsError(f"{path} is not a readable safetensors file: {error}") from error
-        self.entries = dict(_parse_entries(path, content, data_start=8 + len(header)))
+        self.entries = dict(_parse_entries(path, *_read_header(path)))
         with path.open("rb") as file:
             # A private writable map, because torch warns about tensors over read-only memory; nothing is written.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def read_into(self, name: str, target: torch.Tensor) -> int:
-        """Copy a tensor into `target`, converting its dtype; returns the number of bytes read."""
+        """Copy a tensor into `target`, converting its dtype; returns the number of bytes read.
+
+        A target on torch's device "meta" has no memory: its shape is checked, and nothing is read.
+        """
         entry = self.entries[name]
         if entry.shape != tuple(target.shape):
             raise ModelWeightsError(f"{name} in {self.path} has shape {entry.shape}, expected {tuple(target.shape)}")
+        if target.is_meta:
+            return entry.end - entry.begin
         source = torch.frombuffer(self._map, dtype=entry.dtype, count=prod(entry.shape), offset=entry.begin)
         target.copy_(source.view(entry.shape))
         del source
@@ -122,6 +122,18 @@ class Checkpoint:
             file.close()
 
 
+def check_files(model_dir: Path) -> None:
+    """Raises ModelWeightsError for a file that is missing, truncated or no safetensors file; reads headers alone.
+
+    Of what is in the files nothing is said: another reader may take dtypes that this one does not.
+    """
+    for path in _shard_paths(model_dir):
+        content, data_start = _read_header(path)
+        for name, raw in content.items():
+            if name != "__metadata__":
+                _check_extent(path, name, raw, data_start)
+
+
 def _shard_paths(model_dir: Path) -> list[Path]:
     index_path = model_dir / INDEX_FILE
     if not index_path.is_file():
@@ -140,21 +152,41 @@ def _shard_paths(model_dir: Path) -> list[Path]:
     return [model_dir / name for name in names]
 
 
-def _parse_entries(path: Path, content: Any, data_start: int) -> Iterator[tuple[str, TensorEntry]]:
-    """Entries of a header, checked against each other and the file's size."""
-    file_size = path.stat().st_size
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Its content, and where the data begins."""
+    try:
+        header = read_safetensors_header(path)
+        content = json.loads(header)
+    except (OSError, ValueError) as error:
+        raise ModelWeightsError(f"{path} is not a readable safetensors file: {error}") from error
     if not isinstance(content, dict):
         raise ModelWeightsError(f"{path} is not a safetensors file: its header is not an object")
+    return content, 8 + len(header)
+
+
+def _parse_entries(path: Path, content: dict[str, Any], data_start: int) -> Iterator[tuple[str, TensorEntry]]:
+    """Entries of a header, checked against each other and the file's size."""
     for name, raw in content.items():
         if name == "__metadata__":
             continue
         try:
-            dtype, shape, (begin, end) = _DTYPES.get(raw["dtype"]), tuple(raw["shape"]), raw["data_offsets"]
-            size = prod(shape) * dtype.itemsize if dtype is not None else end - begin
+            dtype, shape = _DTYPES.get(raw["dtype"]), tuple(raw["shape"])
+            size = prod(shape) * dtype.itemsize if dtype is not None else 0
         except (KeyError, TypeError, ValueError) as error:
             raise ModelWeightsError(f"the entry of {name} in {path} is malformed: {error!r}") from error
         if dtype is None:
             raise ModelWeightsError(f"{name} in {path} has dtype {raw['dtype']}; supported: {', '.join(_DTYPES)}")
-        if end - begin != size or begin < 0 or data_start + end > file_size:
-            raise ModelWeightsError(f"{name} in {path} claims bytes {begin} to {end}, which does not fit: truncated?")
+        begin, end = _check_extent(path, name, raw, data_start, size)
         yield name, TensorEntry(dtype=dtype, shape=shape, begin=data_start + begin, end=data_start + end)
+
+
+def _check_extent(path: Path, name: str, raw: Any, data_start: int, size: int | None = None) -> tuple[int, int]:
+    """Begin and end of a tensor's data, of `size` bytes where that is known, and within the file."""
+    try:
+        begin, end = raw["data_offsets"]
+        fits = 0 <= begin <= end and data_start + end <= path.stat().st_size
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelWeightsError(f"the entry of {name} in {path} is malformed: {error!r}") from error
+    if not fits or size not in (None, end - begin):
+        raise ModelWeightsError(f"{name} in {path} claims bytes {begin} to {end}, which does not fit: truncated?")
+    return begin, end

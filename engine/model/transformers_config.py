@@ -15,8 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.model.config import DTYPE_SIZE_BYTES, DtypeName, read_safetensors_header
+from engine.model.config import (
+    DTYPE_SIZE_BYTES,
+    GENERATION_FILE,
+    SUPPORTED_ARCHITECTURES,
+    DtypeName,
+    read_safetensors_header,
+)
 from engine.model.config_fields import UnsupportedModelError, token_ids
+from engine.model.installing import how_to_install
 
 EXTRA = "baton-cluster[transformers]"
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -70,7 +77,7 @@ class TransformersConfig:
             max_position_embeddings=_positive_int(text, "max_position_embeddings", architecture),
             num_parameters=_count_parameters(directory),
             dtype="bfloat16" if "bfloat16" in str(getattr(text, "dtype", None)) else "float32",
-            eos_token_ids=token_ids(generation, "eos_token_id", vocab_size)
+            eos_token_ids=token_ids(generation, "eos_token_id", vocab_size, GENERATION_FILE)
             or token_ids(fields, "eos_token_id", vocab_size),
         )
 
@@ -87,7 +94,7 @@ def import_transformers() -> Any:
     if importlib.util.find_spec("transformers") is None:
         raise UnsupportedModelError(
             f"transformers, which runs models that Baton has no code of its own for, is not installed: "
-            f"pip install '{EXTRA}'"
+            f"{how_to_install(EXTRA)}"
         )
     return importlib.import_module("transformers")
 
@@ -97,7 +104,7 @@ def _read_config(transformers: Any, directory: Path) -> tuple[Any, str]:
     try:
         # Code that comes with a checkpoint is never run.
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (KeyError, OSError, TypeError, ValueError) as error:
+    except (KeyError, OSError, TypeError, ValueError, _strict_errors()) as error:
         raise UnsupportedModelError(f"transformers {transformers.__version__} cannot read it: {error}") from error
     if config.is_encoder_decoder:
         raise _unsupported(type(config).__name__, "is an encoder-decoder")
@@ -108,6 +115,11 @@ def _read_config(transformers: Any, directory: Path) -> tuple[Any, str]:
             f"transformers {transformers.__version__} has no causal language model for model_type {model_type!r}"
         )
     return config, str(names[model_type])
+
+
+def _strict_errors() -> type[Exception]:
+    """What transformers raises where a field is of another type than its configuration class says."""
+    return importlib.import_module("huggingface_hub.errors").StrictDataclassError  # type: ignore[no-any-return]
 
 
 def _refuse_unsupported(config: Any, text: Any, architecture: str) -> None:
@@ -121,11 +133,29 @@ def _refuse_unsupported(config: Any, text: Any, architecture: str) -> None:
     others = sorted(set(getattr(text, "layer_types", None) or ()) - set(_LAYER_TYPES))
     if others:
         raise _unsupported(architecture, f"has layers that are neither full nor sliding attention: {', '.join(others)}")
+    if architecture in SUPPORTED_ARCHITECTURES:
+        _refuse_unknown_names(text, architecture)
     for rope_type in _rope_types(getattr(text, "rope_parameters", None)):
         if rope_type in _ROPES_BY_LENGTH:
             raise _unsupported(
                 architecture, f"has rope_type {rope_type!r}, which rotates by the step's longest sequence"
             )
+
+
+def _refuse_unknown_names(text: Any, architecture: str) -> None:
+    """Names that a model's code looks up when it is made, of which a bare KeyError would come. Other architectures than
+    those that are known here may have names of their own.
+    """
+    activations = sorted(importlib.import_module("transformers.activations").ACT2FN)
+    for name in ("hidden_act", "hidden_activation"):
+        value = getattr(text, name, None)
+        if value is not None and value not in activations:
+            raise _unsupported(architecture, f"has {name} {value!r} in config.json; known: {', '.join(activations)}")
+    functions = importlib.import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+    rope_types = sorted({"default", *functions} - set(_ROPES_BY_LENGTH))
+    for value in _rope_types(getattr(text, "rope_parameters", None)):
+        if value not in (*rope_types, *_ROPES_BY_LENGTH):
+            raise _unsupported(architecture, f"has rope_type {value!r} in config.json; known: {', '.join(rope_types)}")
 
 
 def _unsupported(architecture: str, why: str) -> UnsupportedModelError:
@@ -162,7 +192,7 @@ def _positive_int(text: Any, name: str, architecture: str) -> int:
 
 
 def _read_generation_config(directory: Path) -> dict[str, Any]:
-    path = directory / "generation_config.json"
+    path = directory / GENERATION_FILE
     if not path.is_file():
         return {}
     try:
@@ -175,6 +205,12 @@ def _read_generation_config(directory: Path) -> dict[str, Any]:
 
 
 def _count_parameters(directory: Path) -> int:
-    shards = [json.loads(read_safetensors_header(path)) for path in sorted(directory.glob("*.safetensors"))]
-    tensors = [tensor for shard in shards for name, tensor in shard.items() if name != "__metadata__"]
-    return sum(math.prod(tensor["shape"]) for tensor in tensors if tensor["dtype"] in _FLOAT_DTYPES)
+    num_parameters = 0
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            shard = json.loads(read_safetensors_header(path))
+            tensors = [tensor for name, tensor in shard.items() if name != "__metadata__"]
+            num_parameters += sum(math.prod(each["shape"]) for each in tensors if each["dtype"] in _FLOAT_DTYPES)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a readable safetensors file: {error!r}") from error
+    return num_parameters

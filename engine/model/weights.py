@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -90,18 +91,43 @@ def load_weights(
             names it.
     """
     with Checkpoint(model_dir) as checkpoint:
-        loader = _Loader(checkpoint, config, TORCH_DTYPES[dtype], progress or (lambda loaded, total: None))
-        return loader.load()
+        dtype_ = TORCH_DTYPES[dtype]
+        loader = _Loader(checkpoint, config, WeightArena(dtype_), dtype_, progress or (lambda loaded, total: None))
+        weights = loader.load()
+        loader.warn_of_leftovers()
+        return weights
+
+
+def check_weights(model_dir: Path, config: ModelConfig) -> None:
+    """Finds what `load_weights` would find wrong, as far as the files' headers tell. No weights are read.
+
+    Raises: ModelWeightsError.
+    """
+    with Checkpoint(model_dir) as checkpoint, torch.device("meta"):
+        _Loader(checkpoint, config, _NoArena(), torch.float32, lambda loaded, total: None).load()
+
+
+class _Arena(Protocol):
+    def empty(self, *shape: int) -> torch.Tensor: ...
+
+
+class _NoArena:
+    """Tensors without memory."""
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device="meta")
 
 
 class _Loader:
-    """Reads tensors one by one and reports progress."""
+    """Reads tensors one by one and reports progress. With tensors on torch's device "meta" it only looks for them."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, progress: LoadProgress) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, arena: _Arena, dtype: torch.dtype, progress: LoadProgress
+    ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._dtype = dtype
-        self._arena = WeightArena(dtype)
+        self._arena = arena
         self._progress = progress
         found = (prefix for prefix in _PREFIXES if prefix + _EMBEDDING_SUFFIX in checkpoint)
         self._prefix = next(found, _PREFIXES[0])
@@ -119,14 +145,17 @@ class _Loader:
             final_norm_E=self._norm(f"{self._prefix}norm", config.hidden_size),
             head_VE=head_VE,
         )
-        if self._unread:
-            names = ", ".join(sorted(self._unread)[:_MAX_LEFTOVERS_NAMED])
-            message = "%d tensors of %s are not used by %s: %s%s"
-            more = ", ..." if len(self._unread) > _MAX_LEFTOVERS_NAMED else ""
-            directory = self._checkpoint.model_dir
-            _logger.warning(message, len(self._unread), directory, config.architecture, names, more)
         self._progress(self._total_bytes, self._total_bytes)
         return weights
+
+    def warn_of_leftovers(self) -> None:
+        if not self._unread:
+            return
+        names = ", ".join(sorted(self._unread)[:_MAX_LEFTOVERS_NAMED])
+        message = "%d tensors of %s are not used by %s: %s%s"
+        more = ", ..." if len(self._unread) > _MAX_LEFTOVERS_NAMED else ""
+        directory = self._checkpoint.model_dir
+        _logger.warning(message, len(self._unread), directory, self._config.architecture, names, more)
 
     def _is_of_decoder(self, name: str) -> bool:
         """Vision towers are not, and rotary frequencies, which old checkpoints store, are computed."""
@@ -149,7 +178,7 @@ class _Loader:
             return embedding_VE, embedding_VE
         head_VE = torch.empty(shape, dtype=self._dtype)
         self._read(head_name, head_VE)
-        if torch.equal(head_VE, embedding_VE):
+        if head_VE.is_meta or torch.equal(head_VE, embedding_VE):
             return embedding_VE, embedding_VE
         _logger.warning("%s is stored and differs from the embedding, so the two are not tied", head_name)
         return embedding_VE, head_VE

@@ -54,6 +54,21 @@ def test_the_first_token_completes_a_stop_string(pair_float32: ClusterHandle, re
     assert_nothing_left(pair_float32)
 
 
+def test_a_stop_string_in_mid_answer_leaves_the_account_whole(
+    pair_float32: ClusterHandle, reference: dict[str, Any]
+) -> None:
+    """The front ends the request; what decode took over it has been told before."""
+    entry = next(e for e in reference["prompts"] if e["name"].startswith("chat") and len(e["output_ids"]) > 20)
+    whole = run(pair_float32, lambda c: c.generate(entry["prompt_ids"], max_tokens=64, cache_salt="whole"))
+    stop = whole.text[len(whole.text) // 2 :][:6]
+    trace = run(pair_float32, lambda c: c.generate(entry["prompt_ids"], max_tokens=64, cache_salt="s", stop=[stop]))
+    assert trace.text == whole.text[: whole.text.index(stop)] and 1 < len(trace.token_ids) < len(whole.token_ids)
+    assert trace.done is not None and whole.done is not None
+    assert trace.done.kv == whole.done.kv and trace.done.kv.bytes > 0
+    assert trace.done.usage.HasField("cached_tokens") and trace.done.timeline.push_ms > 0
+    assert_nothing_left(pair_float32)
+
+
 @pytest.mark.parametrize("length", [16, 32, 64, 256])
 def test_prompts_of_whole_blocks_twice(pair_float32: ClusterHandle, reference: dict[str, Any], length: int) -> None:
     """The second time everything but the last block is cached on both sides, and the answer is the same."""

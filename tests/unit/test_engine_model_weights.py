@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 from engine.model.config import ModelConfig
-from engine.model.safetensors_file import Checkpoint, ModelWeightsError
-from engine.model.weights import MlpWeights, load_weights
+from engine.model.safetensors_file import Checkpoint, ModelWeightsError, check_files
+from engine.model.weights import MlpWeights, check_weights, load_weights
 from tests.support.engine_model import TINY_CONFIG, random_tensors, write_safetensors, write_tiny_model
 
 CONFIG = ModelConfig.from_dict(TINY_CONFIG)
@@ -147,6 +148,8 @@ def test_names_the_missing_tensor(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", tensors)
     with pytest.raises(ModelWeightsError, match=r"layers\.1\.mlp\.up_proj\.weight, of shape \(80, 48\), is missing"):
         load_weights(tmp_path, CONFIG, "float32")
+    with pytest.raises(ModelWeightsError, match=r"layers\.1\.mlp\.up_proj\.weight, of shape \(80, 48\), is missing"):
+        check_weights(tmp_path, CONFIG)
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
@@ -157,11 +160,15 @@ def test_names_the_misshapen_tensor(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", tensors)
     with pytest.raises(ModelWeightsError, match=r"k_proj\.weight .* shape \(31, 48\), expected \(32, 48\)"):
         load_weights(tmp_path, CONFIG, "float32")
+    with pytest.raises(ModelWeightsError, match=r"k_proj\.weight .* shape \(31, 48\), expected \(32, 48\)"):
+        check_weights(tmp_path, CONFIG)
 
 
 def test_no_weights_at_all(tmp_path: Path) -> None:
     with pytest.raises(ModelWeightsError, match="holds neither"):
         load_weights(tmp_path, CONFIG, "float32")
+    with pytest.raises(ModelWeightsError, match="holds neither"):
+        check_weights(tmp_path, CONFIG)
 
 
 def raw_file(path: Path, header: object, data: bytes = b"") -> None:
@@ -191,6 +198,8 @@ def test_truncated_file(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(ModelWeightsError, match="truncated"):
         load_weights(tmp_path, CONFIG, "float32")
+    with pytest.raises(ModelWeightsError, match="truncated"):
+        check_weights(tmp_path, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -208,3 +217,33 @@ def test_damaged_index(tmp_path: Path, index: str, message: str) -> None:
     (tmp_path / "m" / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ModelWeightsError, match=message):
         Checkpoint(tmp_path / "m")
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}])
+def test_a_check_reads_headers_alone(
+    tmp_path: Path, changes: dict[str, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it says is what loading would say; a tied head that is stored too cannot be told from headers."""
+    config = write_tiny_model(tmp_path, **changes)
+    path = tmp_path / "model.safetensors"
+    extra = {"lm_head.weight": torch.zeros(config.vocab_size, config.hidden_size), "model.x": torch.zeros(1)}
+    write_safetensors(path, random_tensors(config) | extra)
+    size_bytes = path.stat().st_size
+    header_bytes = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    os.truncate(path, header_bytes)
+    os.truncate(path, size_bytes)  # now with a hole in place of the data
+    check_weights(tmp_path, config)
+    assert path.stat().st_blocks * 512 < header_bytes + 8192 and not caplog.records
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_the_files_of_another_reader_are_checked_for_their_extent(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    raw_file(path, {"__metadata__": {}, "x": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}, b"\0" * 8)
+    check_files(tmp_path)
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ModelWeightsError, match=r"x .* truncated"):
+        check_files(tmp_path)
+    raw_file(path, {"x": 3})
+    with pytest.raises(ModelWeightsError, match=r"entry of x .* malformed"):
+        check_files(tmp_path)

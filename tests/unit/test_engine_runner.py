@@ -12,9 +12,10 @@ import torch
 from engine.attention.native_library import KernelsUnavailableError, load_kernels
 from engine.core.sampling import SamplingParams
 from engine.core.step import SequenceStep, StepPlan
+from engine.model.safetensors_file import ModelWeightsError
 from engine.runner import Runner, kv_block_size_bytes
 from engine.step_tensors import StepTensorBuilder
-from tests.support.engine_model import make_step, write_tiny_model
+from tests.support.engine_model import make_step, random_tensors, write_safetensors, write_tiny_model
 
 BLOCK_SIZE = 8
 
@@ -212,6 +213,18 @@ def test_reports_loading_and_refuses_bad_arguments(model_dir: Path) -> None:
 def test_warm_up_touches_block_0_only(runner: Runner) -> None:
     runner.warm_up(20, 3)
     assert runner.cache.pool_BLKCSD[1:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_whose_output_is_not_finite_is_said_to_be_so(tmp_path: Path, value: float, dtype: str) -> None:
+    config = write_tiny_model(tmp_path)
+    tensors = random_tensors(config)
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = value
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    runner = Runner.from_directory(tmp_path, dtype, 4, BLOCK_SIZE, 1)
+    with pytest.raises(ModelWeightsError, match=rf"output is not finite: .*in its weights.*range of {dtype}$"):
+        runner.warm_up(20, 3)
 
 
 def test_arrays_grow_and_are_reused(runner: Runner) -> None:

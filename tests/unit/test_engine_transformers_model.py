@@ -226,7 +226,40 @@ def test_refuses_a_model_whose_tokens_meet_outside_attention(gpt_neox: Path, mon
 def test_refuses_where_transformers_is_not_installed(gpt_neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find_spec(name))
-    with pytest.raises(UnsupportedModelError, match=r"GPTNeoXForCausalLM.*pip install 'baton-cluster\[transformers\]'"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"GPTNeoXForCausalLM.*-m pip install 'baton-cluster\[transformers\]'"
+    ):
+        read_model(gpt_neox)
+
+
+@pytest.mark.parametrize(
+    ("change", "native", "fallback"),
+    [
+        (
+            {"hidden_act": "frob"},
+            "hidden_act 'frob' in config.json is not supported; supported: silu, swish, gelu_pytorch_tanh",
+            "LlamaForCausalLM has hidden_act 'frob' in config.json; known: gelu, ",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "frob", "rope_theta": 1e4}},
+            "rope_type 'frob' in config.json is not supported; supported: default, linear, llama3, yarn, dynamic",
+            "LlamaForCausalLM has rope_type 'frob' in config.json; known: default, ",
+        ),
+    ],
+)
+def test_a_name_that_nobody_knows_is_refused_with_those_that_are_known(
+    change: dict[str, Any], native: str, fallback: str, tmp_path: Path
+) -> None:
+    save_model(make_model("LlamaConfig", GROUPED, seed=0), tmp_path)
+    change_config(tmp_path, **change)
+    with pytest.raises(UnsupportedModelError) as raised:
+        read_model(tmp_path)
+    assert str(raised.value).startswith(f"{native}; nor by way of transformers: {fallback}")
+
+
+def test_a_field_of_another_type_is_refused(gpt_neox: Path) -> None:
+    change_config(gpt_neox, hidden_act=3)
+    with pytest.raises(UnsupportedModelError, match=r"cannot read it: .*hidden_act"):
         read_model(gpt_neox)
 
 

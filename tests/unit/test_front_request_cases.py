@@ -313,6 +313,39 @@ def test_a_stop_string_ends_a_running_request() -> None:
     assert driver.run(D, 1, 11) == []
 
 
+def test_a_request_that_is_cut_reports_what_has_reached_it() -> None:
+    prefill = LegTimeline(prefill_ms=5.0, num_cached_tokens=16, kv_transport="shm")
+    decode = LegTimeline(push_ms=7.0, kv_bytes=100, kv_early_bytes=70, kv_transport="shm", num_cached_tokens=16)
+    for num_known in range(4):
+        driver = Driver(has_stop_strings=True)
+        driver.start()
+        if num_known >= 1:
+            driver.place()
+        if num_known >= 2:
+            driver.run(P, 0, 10, leg_done=True, timeline=prefill, at_ms=20)
+        if num_known >= 3:
+            driver.run(D, 0, 10, 11, timeline=decode, at_ms=30)
+            effects = driver.handle(events.StopMatched(choice=0, num_tokens=2))
+        else:
+            effects = driver.handle(events.ClientGone(reason="x"))
+        report = end(effects).report
+        placed = ("p", "d", 1, 1.0) if num_known >= 1 else ("", "", 0, None)
+        assert (report.prefill_worker, report.decode_worker, report.num_attempts, report.queued_ms) == placed
+        computed = (5.0, 20.0, 16, "shm") if num_known >= 2 else (None, None, None, "")
+        told = (report.prefill_ms, report.first_token_ms, report.num_cached_tokens, report.kv_transport)
+        assert told == computed
+        pushed = (100, 70, 7.0) if num_known >= 3 else (None, None, None)
+        assert (report.kv_bytes, report.kv_early_bytes, report.push_ms) == pushed
+
+
+def test_a_request_without_a_push_has_moved_nothing() -> None:
+    driver = Driver()
+    driver.start()
+    driver.place(prefill=None)
+    report = end(driver.handle(events.ClientGone(reason="x"))).report
+    assert (report.kv_bytes, report.kv_early_bytes, report.num_cached_tokens) == (0, 0, None)
+
+
 def test_nothing_comes_before_start() -> None:
     with pytest.raises(AssertionError):
         Driver().place()

@@ -7,6 +7,9 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from cluster.core.errors import ConfigError
 from cluster.live import preflight
@@ -23,6 +26,8 @@ from cluster.live.preflight import (
     check_transport,
     memory_need,
 )
+from engine.model.config import ModelConfig
+from tests.support.engine_model import tensor_shapes, write_safetensors
 
 CONFIG_JSON = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,6 +65,10 @@ pools:
   - {name: g, role: decode, device: cuda, kv_memory: 64GiB, replicas: 2}
   - {name: d, role: decode, kv_blocks: 128}
 """
+TENSORS = {
+    name: torch.zeros(shape, dtype=torch.bfloat16)
+    for name, shape in tensor_shapes(ModelConfig.from_dict(CONFIG_JSON)).items()
+}
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # layers, K and V, heads, tokens, head_dim, float32
 
 
@@ -68,8 +77,8 @@ def folder(tmp_path: Path) -> Path:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG_JSON))
-    (model / "model.safetensors").write_bytes(b"x" * 1000)
-    (model / "tokenizer.json").write_text("{}")
+    write_safetensors(model / "model.safetensors", TENSORS)
+    Tokenizer(BPE()).save(str(model / "tokenizer.json"))
     return tmp_path
 
 
@@ -115,6 +124,81 @@ def test_a_model_that_is_not_there_is_said_in_a_sentence(folder: Path) -> None:
 def test_a_model_that_cannot_be_served_says_why(folder: Path) -> None:
     (folder / "model" / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"found a model that cannot be used \(.+\), expected one that Baton can"):
+        facts_of(folder)
+
+
+def without(name: str) -> dict[str, torch.Tensor]:
+    return {key: tensor for key, tensor in TENSORS.items() if key != name}
+
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        (without(Q_PROJ), rf"tensor {Q_PROJ}, of shape \(64, 64\), is missing"),
+        (TENSORS | {Q_PROJ: torch.zeros(63, 64)}, rf"{Q_PROJ} in .* has shape \(63, 64\), expected \(64, 64\)"),
+        (TENSORS | {Q_PROJ: torch.zeros((64, 64), dtype=torch.uint8)}, rf"{Q_PROJ} in .* has dtype U8; supported: F32"),
+        ({}, "tensor model.embed_tokens.weight, of .* is missing"),
+    ],
+)
+def test_weights_that_cannot_be_loaded_are_found_by_their_headers(
+    folder: Path, tensors: dict[str, torch.Tensor], reason: str
+) -> None:
+    write_safetensors(folder / "model" / "model.safetensors", tensors)
+    with pytest.raises(ConfigError, match=rf"cluster.yaml:3: .* a model that cannot be loaded \(.*{reason}"):
+        facts_of(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 1000, b"\xff" * 7, (5).to_bytes(8, "little") + b"{{{{{"])
+def test_a_file_of_weights_that_is_none_is_refused(folder: Path, content: bytes) -> None:
+    (folder / "model" / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"cannot be loaded \(/.*/model\.safetensors is .*"):
+        facts_of(folder)
+
+
+def test_a_truncated_file_of_weights_is_refused(folder: Path) -> None:
+    path = folder / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight in .* does not fit: truncated"):
+        facts_of(folder)
+
+
+def test_shards_are_those_of_the_index(folder: Path) -> None:
+    model = folder / "model"
+    (model / "model.safetensors").rename(model / "part-1.safetensors")
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, "part-1.safetensors")}))
+    facts_of(folder)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, "part-2.safetensors")}))
+    with pytest.raises(ConfigError, match=r"names the file 'part-2\.safetensors', which is not in"):
+        facts_of(folder)
+    index.write_text("[]")
+    with pytest.raises(ConfigError, match="is not a safetensors index"):
+        facts_of(folder)
+    index.unlink()
+    with pytest.raises(ConfigError, match=r"holds neither model\.safetensors nor"):
+        facts_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("tokenizer.json", "{}", r"tokenizer\.json is not a tokenizer"),
+        ("tokenizer.json", "", r"tokenizer\.json is not a tokenizer"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json is not valid JSON"),
+        ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "the chat template in .* is malformed"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template in tokenizer_config.json must be text"),
+        ("chat_template.jinja", "{{", r"the chat template in .*chat_template\.jinja is malformed"),
+        ("chat_template.jinja", "\udcff", r"chat_template\.jinja is not valid UTF-8"),
+    ],
+)
+def test_a_tokenizer_or_template_that_cannot_be_used_is_refused(
+    folder: Path, name: str, content: str, reason: str
+) -> None:
+    (folder / "model" / name).write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=rf"cluster.yaml:3: .* cannot be loaded \(.*{reason}"):
         facts_of(folder)
 
 

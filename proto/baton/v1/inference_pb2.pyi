@@ -74,6 +74,7 @@ class GenerateRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     MAX_LATENCY_MS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client as an idempotency key, or empty: the front then makes one. At most 128 characters from
     [A-Za-z0-9._:-]. While a request with this id runs, a second one is refused with ALREADY_EXISTS.
@@ -92,6 +93,10 @@ class GenerateRequest(_message.Message):
     """Requests share cached prompt prefixes only with requests of the same salt; at most 128 characters."""
     max_latency_ms: _builtins.int
     """Refuse or end the request if its first token cannot come within so many milliseconds. 0: no limit."""
+    timeout_ms: _builtins.int
+    """End the request, as DEADLINE_EXCEEDED, so many milliseconds after its arrival. 0: no limit; at most 30 days. The
+    call's own deadline should leave time for the last message.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -123,10 +128,11 @@ class GenerateRequest(_message.Message):
         adapter: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
         max_latency_ms: _builtins.int = ...,
+        timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "max_latency_ms", b"max_latency_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "max_latency_ms", b"max_latency_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
@@ -485,16 +491,18 @@ class Done(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     NUM_ATTEMPTS_FIELD_NUMBER: _builtins.int
     outcome: Global___Outcome.ValueType
-    """STOP or LENGTH; every other outcome ends the call with an error status instead. Of several choices: LENGTH if one of
-    them ended so.
+    """After every outcome but STOP and LENGTH the call ends with an error status. Of several choices: LENGTH if one of them
+    ended so.
     """
     prefill_worker: _builtins.str
-    """Names of the workers that served the last attempt; prefill is empty where decode read the prompt itself."""
+    """Names of the workers that served the last attempt; prefill is empty where decode read the prompt itself, both are
+    where the request was never placed.
+    """
     decode_worker: _builtins.str
     seed: _builtins.int
     """The seed in use, for running the request again."""
     num_attempts: _builtins.int
-    """How many attempts it took; 1 unless a worker or a transfer failed."""
+    """How many attempts it took; 1 unless a worker or a transfer failed, 0 if it was never placed."""
     @_builtins.property
     def usage(self) -> Global___Usage: ...
     @_builtins.property
@@ -530,21 +538,23 @@ class Usage(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
-    """Prompt tokens whose KV was found in a prefix cache."""
+    """Prompt tokens whose KV was found in a prefix cache. Unset: no worker has said so far."""
     completion_tokens: _builtins.int
     """Of all choices together."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
-        cached_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int | None = ...,
         completion_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_tokens) -> _WhichOneofReturnType__cached_tokens | None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
@@ -556,23 +566,30 @@ class KvUsage(_message.Message):
     EARLY_BYTES_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
-    """Bytes pushed from prefill to decode."""
+    """Bytes pushed from prefill to decode. Unset: decode had not said, so far, that it took the KV over."""
     early_bytes: _builtins.int
-    """Of these, bytes pushed before the prompt's last chunk had been computed."""
+    """Of these, bytes pushed before the prompt's last chunk had been computed; unset with `bytes`."""
     transport: _builtins.str
-    """The transport that carried them; empty if none did."""
+    """The transport that carries them; empty if none does."""
     def __init__(
         self,
         *,
-        bytes: _builtins.int = ...,
-        early_bytes: _builtins.int = ...,
+        bytes: _builtins.int | None = ...,
+        early_bytes: _builtins.int | None = ...,
         transport: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bytes", b"_bytes", "_early_bytes", b"_early_bytes", "bytes", b"bytes", "early_bytes", b"early_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "early_bytes", b"early_bytes", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bytes", b"_bytes", "_early_bytes", b"_early_bytes", "bytes", b"bytes", "early_bytes", b"early_bytes", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__bytes: _TypeAlias = _typing.Literal["bytes"]  # noqa: Y015
+    _WhichOneofArgType__bytes: _TypeAlias = _typing.Literal["_bytes", b"_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__early_bytes: _TypeAlias = _typing.Literal["early_bytes"]  # noqa: Y015
+    _WhichOneofArgType__early_bytes: _TypeAlias = _typing.Literal["_early_bytes", b"_early_bytes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bytes) -> _WhichOneofReturnType__bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__early_bytes) -> _WhichOneofReturnType__early_bytes | None: ...
 
 Global___KvUsage: _TypeAlias = KvUsage  # noqa: Y015
 

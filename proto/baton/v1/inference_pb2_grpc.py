@@ -55,14 +55,17 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Runs one request and streams its output. The last message of a successful stream carries `done`.
+        """Runs one request and streams its output. The last message carries `done`, whatever the outcome; none comes where the
+        front refuses the request by itself, or the call is over (its client has cancelled it, or its deadline has passed).
+        Where the outcome is neither STOP nor LENGTH an error status follows.
 
         Status codes: INVALID_ARGUMENT (the message names the field), NOT_FOUND (unknown model), ALREADY_EXISTS (a request
         with this id is running), RESOURCE_EXHAUSTED (overload; the trailer `baton-retry-after-ms` says when to try again),
         DEADLINE_EXCEEDED, CANCELLED, UNAVAILABLE (this front or the whole cluster is going away: retry elsewhere),
         ABORTED (workers were lost, or the KV transfer failed, more often than the cluster retries), INTERNAL.
 
-        Cancelling the call, or reaching its gRPC deadline, releases everything the request holds.
+        Cancelling the call, or reaching its gRPC deadline, releases everything the request holds. gRPC itself ends a call
+        at its deadline; `timeout_ms` ends the request with a last message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

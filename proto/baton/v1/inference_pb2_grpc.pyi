@@ -36,14 +36,17 @@ class InferenceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Runs one request and streams its output. The last message of a successful stream carries `done`.
+    """Runs one request and streams its output. The last message carries `done`, whatever the outcome; none comes where the
+    front refuses the request by itself, or the call is over (its client has cancelled it, or its deadline has passed).
+    Where the outcome is neither STOP nor LENGTH an error status follows.
 
     Status codes: INVALID_ARGUMENT (the message names the field), NOT_FOUND (unknown model), ALREADY_EXISTS (a request
     with this id is running), RESOURCE_EXHAUSTED (overload; the trailer `baton-retry-after-ms` says when to try again),
     DEADLINE_EXCEEDED, CANCELLED, UNAVAILABLE (this front or the whole cluster is going away: retry elsewhere),
     ABORTED (workers were lost, or the KV transfer failed, more often than the cluster retries), INTERNAL.
 
-    Cancelling the call, or reaching its gRPC deadline, releases everything the request holds.
+    Cancelling the call, or reaching its gRPC deadline, releases everything the request holds. gRPC itself ends a call
+    at its deadline; `timeout_ms` ends the request with a last message.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     """Ends a running request by its id, as its client's cancellation would. Idempotent."""
@@ -54,14 +57,17 @@ class InferenceStub:
 class InferenceAsyncStub(InferenceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Runs one request and streams its output. The last message of a successful stream carries `done`.
+    """Runs one request and streams its output. The last message carries `done`, whatever the outcome; none comes where the
+    front refuses the request by itself, or the call is over (its client has cancelled it, or its deadline has passed).
+    Where the outcome is neither STOP nor LENGTH an error status follows.
 
     Status codes: INVALID_ARGUMENT (the message names the field), NOT_FOUND (unknown model), ALREADY_EXISTS (a request
     with this id is running), RESOURCE_EXHAUSTED (overload; the trailer `baton-retry-after-ms` says when to try again),
     DEADLINE_EXCEEDED, CANCELLED, UNAVAILABLE (this front or the whole cluster is going away: retry elsewhere),
     ABORTED (workers were lost, or the KV transfer failed, more often than the cluster retries), INTERNAL.
 
-    Cancelling the call, or reaching its gRPC deadline, releases everything the request holds.
+    Cancelling the call, or reaching its gRPC deadline, releases everything the request holds. gRPC itself ends a call
+    at its deadline; `timeout_ms` ends the request with a last message.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends a running request by its id, as its client's cancellation would. Idempotent."""
@@ -75,14 +81,17 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Runs one request and streams its output. The last message of a successful stream carries `done`.
+        """Runs one request and streams its output. The last message carries `done`, whatever the outcome; none comes where the
+        front refuses the request by itself, or the call is over (its client has cancelled it, or its deadline has passed).
+        Where the outcome is neither STOP nor LENGTH an error status follows.
 
         Status codes: INVALID_ARGUMENT (the message names the field), NOT_FOUND (unknown model), ALREADY_EXISTS (a request
         with this id is running), RESOURCE_EXHAUSTED (overload; the trailer `baton-retry-after-ms` says when to try again),
         DEADLINE_EXCEEDED, CANCELLED, UNAVAILABLE (this front or the whole cluster is going away: retry elsewhere),
         ABORTED (workers were lost, or the KV transfer failed, more often than the cluster retries), INTERNAL.
 
-        Cancelling the call, or reaching its gRPC deadline, releases everything the request holds.
+        Cancelling the call, or reaching its gRPC deadline, releases everything the request holds. gRPC itself ends a call
+        at its deadline; `timeout_ms` ends the request with a last message.
         """
 
     @_abc_1.abstractmethod
