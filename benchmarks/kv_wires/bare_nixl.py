@@ -23,7 +23,7 @@ from kv_transfer.protocol.plan import Copy
 
 SENDER_NAME, RECEIVER_NAME = "sender", "receiver"
 DONE = b"done"
-FENCEABLE = "TLS=^sm,TCP_TX_SEG_SIZE=64k,TCP_RX_SEG_SIZE=64k,NET_DEVICES=lo"
+FENCEABLE = "TLS=^sm,NET_DEVICES=lo"
 """What Baton's agents are told: TCP here, RDMA between hosts. What the library would choose on one host copies by way
 of the kernel (CMA), and no act of the memory's owner can stop such a copy."""
 
