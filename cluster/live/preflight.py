@@ -13,12 +13,11 @@ import psutil
 
 from cluster.core.config import ClusterConfig, ModelConfig, PoolConfig
 from cluster.live.config_file import ClusterFile
-from engine.model.config import ModelConfig as NativeConfig
-from engine.model.config import model_fingerprint, resolve_dtype
+from cluster.live.model_check import why_not_loadable
+from engine.model.config import resolve_dtype
 from engine.model.importer import is_complete
 from engine.model.packaged_models import PACKAGED_MODELS
 from engine.model.select import read_model
-from engine.model.transformers_config import TransformersConfig
 from kv_transfer.protocol.layout import KVLayout, LayerGroup
 from kv_transfer.transport.backends import why_unavailable
 
@@ -86,7 +85,7 @@ def check_model(file: ClusterFile, models_dir: Path) -> ModelFacts:
         raise file.error(key, f"no *.safetensors in {directory}", "a model directory with its weights")
     if not (directory / "tokenizer.json").is_file():
         raise file.error(key, f"no tokenizer.json in {directory}", "a model directory with its tokenizer")
-    reason = _why_not_loadable(directory, shape)
+    reason = why_not_loadable(directory)
     if reason is not None:
         raise file.error(key, f"a model that cannot be loaded ({reason})", "one with all its weights and its tokenizer")
     layout = KVLayout(
@@ -102,25 +101,6 @@ def check_model(file: ClusterFile, models_dir: Path) -> ModelFacts:
     )
     _check_context(file, facts, shape.max_position_embeddings)
     return facts
-
-
-def _why_not_loadable(directory: Path, shape: NativeConfig | TransformersConfig) -> str | None:
-    """What workers and fronts would find wrong, as far as headers and small files tell: no weights are read."""
-    # Torch is slow to import, and what has been refused before does not need it.
-    from cluster.front.tokenizer import TextTokenizer
-    from engine.model.safetensors_file import ModelWeightsError, check_files
-    from engine.model.weights import check_weights
-
-    try:
-        model_fingerprint(directory)
-        if isinstance(shape, TransformersConfig):
-            check_files(directory)
-        else:
-            check_weights(directory, shape)
-        TextTokenizer.from_directory(directory)
-    except (ModelWeightsError, OSError, ValueError) as error:
-        return str(error)
-    return None
 
 
 def num_kv_blocks(pool: PoolConfig, block_bytes: int) -> int:
