@@ -16,7 +16,7 @@ ENGINE_SOAK := tests/property/test_engine_scheduler_machine.py tests/property/te
 
 FREEZE := build/lock/bin/python -m pip freeze --all --exclude baton-cluster --exclude pip | sed 's/+cpu$$//'
 
-.PHONY: kernels demo test test-fast lint bench soak soak-engine soak-push stubs lock clean help
+.PHONY: kernels demo test test-wires test-fast lint bench soak soak-engine soak-push stubs lock clean help
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -43,10 +43,16 @@ demo: kernels  ## Serve a real model from one prefill and one decode worker, and
 	@$(BIN)/baton demo
 
 test: $(TEST_EXTRAS_INSTALLED) kernels  ## Everything: style, types, import rules, and all tiers of tests.
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 tests/tidy tests/unit tests/property tests/sim
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/integration tests/e2e tests/gpu
+
+test-wires: $(TEST_EXTRAS_INSTALLED) kernels  ## More tests of the transports between hosts, some minutes of them.
+	@$(BIN)/python -m pytest tests/wires/test_nixl_transport.py tests/wires/test_nixl_hosts.py
+	@$(BIN)/python -m pytest tests/wires/test_ucx_transport.py
+	@BATON_KILLED_REMOTE_PUSHES=12 $(BIN)/python -m pytest tests/integration/test_push_killed.py
 
 test-fast: kernels  ## The tiers that take seconds: unit, property, simulation, tidy.
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/tidy tests/unit tests/property tests/sim
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 tests/tidy tests/unit tests/property tests/sim
 
 lint: $(INSTALLED)  ## Style, types, import rules.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/tidy

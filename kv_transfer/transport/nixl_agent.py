@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +41,11 @@ class NixlError(TransportError):
 
 
 def load_library() -> Any:
-    """The nixl module. Raises: NixlError, which says how to install it."""
+    """The nixl module. Raises: NixlError, which says how to install it, or why it cannot be used here."""
+    if "ucxx" in sys.modules:
+        raise NixlError(
+            "ucxx is loaded in this process, with a UCX of its own: beside it nixl crashes when a peer dies"
+        )
     for name in LIBRARIES:
         try:
             library = importlib.import_module(name)

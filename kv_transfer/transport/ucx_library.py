@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -47,9 +48,17 @@ class _Library:
     error: type[Exception]
 
 
+OTHER_UCX = ("nixl_cu12", "nixl_cu13", "nixl")
+"""Modules that bring a UCX of another version. Both work side by side until an endpoint fails."""
+
+
 @functools.cache
 def load() -> _Library:
-    """Raises: UcxLibraryError if ucxx is not installed."""
+    """Raises: UcxLibraryError if ucxx is not installed, or cannot be used in this process."""
+    if any(name in sys.modules for name in OTHER_UCX):
+        raise UcxLibraryError(
+            "nixl is loaded in this process, with a UCX of its own: beside it ucxx crashes when a peer dies"
+        )
     before = dict(os.environ)
     try:
         from ucxx._lib import libucxx

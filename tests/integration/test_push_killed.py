@@ -119,7 +119,9 @@ class Push:
         self.receiver.call("release", self.key)
 
 
-@pytest.fixture(params=WIRES, ids=lambda wire: wire.name)
+@pytest.fixture(
+    params=[wire for wire in WIRES if wire.copies_itself or NUM_KILLED_REMOTE_PUSHES], ids=lambda wire: wire.name
+)
 def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     reason = why_unavailable(request.param.name)
     if reason is not None:

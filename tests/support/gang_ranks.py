@@ -34,7 +34,7 @@ from kv_transfer.transport.base import (
     WriteCompleted,
     WriteFailed,
 )
-from kv_transfer.transport.loopback import LoopbackTransport
+from kv_transfer.transport.loopback import LoopbackTransport, endpoint_of
 
 if TYPE_CHECKING:
     from tests.support.gang_lives import Gang
@@ -135,7 +135,7 @@ class SendingMember(Member):
     def run(self, effects: list[PushEffect]) -> None:
         for effect in effects:
             if isinstance(effect, ConnectPeer):
-                self.transport.connect(effect.peer, b"")
+                self.transport.connect(effect.peer, endpoint_of(effect.peer))
             elif isinstance(effect, SendMessage):
                 self.send(effect)
             elif isinstance(effect, WriteBlocks):

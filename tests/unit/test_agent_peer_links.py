@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from cluster.agent import events as ev
 from cluster.agent.peer_links import PeerLinks
 from cluster.agent.transport_port import TransportPort
 from cluster.core.ids import WorkerId
 from cluster.core.messages import LinkReport
 from kv_transfer.protocol.layout import KVLayout, LayerGroup
+from kv_transfer.transport.auto import AutoTransport
 from kv_transfer.transport.auto_peer import LinkInfo
 from kv_transfer.transport.base import Connected, PeerId, TransportEvent
 
@@ -33,7 +32,7 @@ def test_connections_that_this_side_writes_over_are_reported() -> None:
     assert links.reports() == () and links.transport_of(ONE) == ""
 
 
-class FakeTransport:
+class FakeTransport(AutoTransport):
     """An AutoTransport that is connected to ONE for writing, and to OTHER by its doing."""
 
     def __init__(self) -> None:
@@ -51,8 +50,7 @@ class FakeTransport:
 
 def test_the_port_tells_what_connects_and_how_fast() -> None:
     posted: list[ev.Event] = []
-    transport: Any = FakeTransport()
-    TransportPort(transport, LAYOUT, checksums=True, post=posted.append).poll()
+    TransportPort(FakeTransport(), LAYOUT, checksums=True, post=posted.append).poll()
     assert posted == [
         ev.PeerConnected(peer=ONE, transport="shm", bandwidth_bytes_per_s=7_001),
         ev.PeerConnected(peer=OTHER, transport="nixl"),
