@@ -43,9 +43,7 @@ class NixlError(TransportError):
 def load_library() -> Any:
     """The nixl module. Raises: NixlError, which says how to install it, or why it cannot be used here."""
     if "ucxx" in sys.modules:
-        raise NixlError(
-            "ucxx is loaded in this process, with a UCX of its own: beside it nixl crashes when a peer dies"
-        )
+        raise NixlError("ucxx is loaded in this process, and has another UCX: they crash together when a peer dies")
     for name in LIBRARIES:
         try:
             library = importlib.import_module(name)

@@ -57,7 +57,7 @@ def load() -> _Library:
     """Raises: UcxLibraryError if ucxx is not installed, or cannot be used in this process."""
     if any(name in sys.modules for name in OTHER_UCX):
         raise UcxLibraryError(
-            "nixl is loaded in this process, with a UCX of its own: beside it ucxx crashes when a peer dies"
+            "nixl is loaded in this process, and has another UCX: they crash together when a peer dies"
         )
     before = dict(os.environ)
     try:
