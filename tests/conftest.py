@@ -15,7 +15,7 @@ MARK = "BATON_TEST_RUN"
 ENDS_WITH_US = "multiprocessing.resource_tracker"
 """A process of Python's own, which `multiprocessing` keeps beside this one."""
 
-# A shell that starts the tests in the background has Ctrl-C ignored, which all processes that tests start would inherit.
+# A shell that starts the tests in the background has Ctrl-C ignored, which all that tests start would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
