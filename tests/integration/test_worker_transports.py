@@ -27,7 +27,7 @@ def test_answers_are_pushed_over_the_transport_asked_for(transport: str, tmp_pat
 
     async def main() -> None:
         async with PlainCluster(tmp_path / "model", tmp_path) as cluster:
-            # Decode takes whatever there is, of which ucx is no part beside nixl: the one that writes has but one to offer.
+            # Decode takes whatever there is (not ucx beside nixl): the one that writes has but one to offer.
             taken = "ucx" if transport == "ucx" else "auto"
             await (await cluster.start_worker(Role.DECODE, "d0", "--kv-blocks", "40", "--transport", taken)).ready()
             alone = await cluster.answer("alone", body)
