@@ -19,9 +19,10 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from kv_transfer.transport.base import PeerId, TransportError
+from kv_transfer.transport.base import TransportError
+from kv_transfer.transport.handshake import BetweenLives, build_message, check_version, decode_fields
 
 PROTOCOL_VERSION = 1
 HELLO = 1
@@ -44,15 +45,10 @@ MAX_FRAME_BYTES = 256 * 1024
 MAX_NOTIFY_BYTES = 64 * 1024 - 1
 MAX_ENDPOINT_BYTES = 4096
 MAX_REASON_BYTES = 1024
-MAX_PORT = 65_535
-MAX_NUMBER = (1 << 63) - 1
 LENGTH = struct.Struct("<I")
 _GROUP = struct.Struct("<Q")
 _ANNOUNCE = struct.Struct("<Q?I")
 _RANGE = struct.Struct("<QQ")
-_NUMBERS = ("version", "port", "size_bytes", "writer_incarnation", "target_incarnation")
-
-T = TypeVar("T")
 
 
 class NcclProtocolError(TransportError):
@@ -70,24 +66,12 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(BetweenLives):
     """`token` is of the endpoint dialled, `library_version` of the writer's libnccl."""
 
-    writer_name: str
-    writer_incarnation: int
-    target_name: str
-    target_incarnation: int
     token: str
     library_version: str
     version: int = PROTOCOL_VERSION
-
-    @property
-    def writer(self) -> PeerId:
-        return PeerId(self.writer_name, self.writer_incarnation)
-
-    @property
-    def target(self) -> PeerId:
-        return PeerId(self.target_name, self.target_incarnation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +104,10 @@ def encode_endpoint(endpoint: Endpoint) -> bytes:
 
 def decode_endpoint(data: bytes) -> Endpoint:
     """Raises NcclProtocolError."""
-    fields = _fields(data[:MAX_ENDPOINT_BYTES])
+    fields = _versioned(data[:MAX_ENDPOINT_BYTES])
     if fields.pop("transport", None) != "nccl":
         raise NcclProtocolError("this endpoint is not of an nccl transport")
-    return _build(Endpoint, fields)
+    return build_message(Endpoint, fields, NcclProtocolError)
 
 
 def encode_handshake(message: Hello | Welcome | Refused) -> bytes:
@@ -137,7 +121,7 @@ def decode_handshake(frame: bytes) -> Hello | Welcome | Refused:
     message_type = types.get(frame[0])
     if message_type is None:
         raise NcclProtocolError("the connection did not begin with a handshake")
-    return _build(message_type, _fields(frame[1:]))
+    return build_message(message_type, _versioned(frame[1:]), NcclProtocolError)
 
 
 def encode_announcement(group: int, ranges: Sequence[tuple[int, int]], notify: bytes | None) -> bytes:
@@ -179,35 +163,7 @@ def decode_ended(frame: bytes) -> str:
     return frame[1:].decode(errors="replace")
 
 
-def _fields(data: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise NcclProtocolError("damaged handshake") from error
-    if not isinstance(fields, dict):
-        raise NcclProtocolError("damaged handshake")
-    if fields.get("version") != PROTOCOL_VERSION:
-        raise NcclProtocolError(
-            f"nccl protocol version {fields.get('version')}, where this worker speaks {PROTOCOL_VERSION}"
-        )
+def _versioned(data: bytes) -> dict[str, Any]:
+    fields = decode_fields(data, NcclProtocolError)
+    check_version("nccl", fields.get("version"), PROTOCOL_VERSION, NcclProtocolError)
     return fields
-
-
-def _build(message_type: type[T], fields: dict[str, Any]) -> T:
-    try:
-        message = message_type(**fields)
-    except TypeError as error:
-        raise NcclProtocolError("damaged handshake") from error
-    for name, value in fields.items():
-        if not (_is_number(value, MAX_PORT if name == "port" else MAX_NUMBER) if name in _NUMBERS else _is_text(value)):
-            raise NcclProtocolError(f"damaged handshake: {name}")
-    return message
-
-
-def _is_number(value: object, largest: int) -> bool:
-    return type(value) is int and 0 <= value <= largest
-
-
-def _is_text(value: object) -> bool:
-    """JSON can name halves of characters, which no encoding has."""
-    return isinstance(value, str) and value.isprintable()

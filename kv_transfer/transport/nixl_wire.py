@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from kv_transfer.transport.base import PeerId, TransportError
+from kv_transfer.transport.base import TransportError
+from kv_transfer.transport.handshake import BetweenLives, build_message, check_version, decode_fields
 
 PROTOCOL_VERSION = 1
 HELLO = 1
@@ -32,9 +33,6 @@ MAX_BODY_BYTES = 64 * 1024
 MAX_ENDPOINT_BYTES = 4096
 HEADER = struct.Struct("<IB")
 """The body's size in bytes, and the kind."""
-_TEXTS = ("host", "token", "writer_name", "target_name", "metadata", "reason")
-
-T = TypeVar("T")
 
 
 class NixlProtocolError(TransportError):
@@ -52,23 +50,11 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(BetweenLives):
     """`token` is of the endpoint dialled."""
 
-    writer_name: str
-    writer_incarnation: int
-    target_name: str
-    target_incarnation: int
     token: str
     version: int = PROTOCOL_VERSION
-
-    @property
-    def writer(self) -> PeerId:
-        return PeerId(self.writer_name, self.writer_incarnation)
-
-    @property
-    def target(self) -> PeerId:
-        return PeerId(self.target_name, self.target_incarnation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +89,10 @@ def encode_endpoint(endpoint: Endpoint) -> bytes:
 
 def decode_endpoint(data: bytes) -> Endpoint:
     """Raises NixlProtocolError."""
-    fields = _fields(data[:MAX_ENDPOINT_BYTES])
+    fields = _versioned(data[:MAX_ENDPOINT_BYTES])
     if fields.pop("transport", None) != "nixl":
         raise NixlProtocolError("this endpoint is not of a nixl transport")
-    return _build(Endpoint, fields)
+    return build_message(Endpoint, fields, NixlProtocolError)
 
 
 def encode_frame(kind: int, body: bytes = b"") -> bytes:
@@ -123,7 +109,7 @@ def decode_handshake(kind: int, body: bytes) -> Hello | Welcome | Refused:
     frame_type = _HANDSHAKE.get(kind)
     if frame_type is None:
         raise NixlProtocolError("the connection did not begin with a handshake")
-    return _build(frame_type, _fields(body))
+    return build_message(frame_type, _versioned(body), NixlProtocolError)
 
 
 class FrameReader:
@@ -150,27 +136,7 @@ class FrameReader:
         return frames
 
 
-def _fields(data: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(data)
-    except ValueError as error:
-        raise NixlProtocolError("damaged handshake") from error
-    if not isinstance(fields, dict):
-        raise NixlProtocolError("damaged handshake")
-    if fields.get("version") != PROTOCOL_VERSION:
-        raise NixlProtocolError(
-            f"nixl protocol version {fields.get('version')}, where this worker speaks {PROTOCOL_VERSION}"
-        )
+def _versioned(data: bytes) -> dict[str, Any]:
+    fields = decode_fields(data, NixlProtocolError)
+    check_version("nixl", fields.get("version"), PROTOCOL_VERSION, NixlProtocolError)
     return fields
-
-
-def _build(frame_type: type[T], fields: dict[str, Any]) -> T:
-    try:
-        frame = frame_type(**fields)
-    except TypeError as error:
-        raise NixlProtocolError("damaged handshake") from error
-    for name, value in fields.items():
-        expected = str if name in _TEXTS else int
-        if type(value) is not expected:
-            raise NixlProtocolError(f"damaged handshake: {name}")
-    return frame

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from kv_transfer.transport.base import PeerId, TransportError
+from kv_transfer.transport.base import TransportError
+from kv_transfer.transport.handshake import BetweenLives, build_message, check_version, decode_fields
 
 PROTOCOL_VERSION = 1
 HELLO = 1
@@ -20,9 +21,6 @@ NOTIFY = 4
 BYE = 5
 MAX_FRAME_BYTES = 64 * 1024
 MAX_ENDPOINT_BYTES = 4096
-_NUMBERS = ("version", "size_bytes", "writer_incarnation", "target_incarnation")
-
-T = TypeVar("T")
 
 
 class ShmProtocolError(TransportError):
@@ -39,24 +37,12 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(BetweenLives):
     """`token` is of the endpoint dialled; `writer_token` names the writer's own end to peers in one process."""
 
-    writer_name: str
-    writer_incarnation: int
-    target_name: str
-    target_incarnation: int
     token: str
     writer_token: str
     version: int = PROTOCOL_VERSION
-
-    @property
-    def writer(self) -> PeerId:
-        return PeerId(self.writer_name, self.writer_incarnation)
-
-    @property
-    def target(self) -> PeerId:
-        return PeerId(self.target_name, self.target_incarnation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +63,10 @@ def encode_endpoint(endpoint: Endpoint) -> bytes:
 
 def decode_endpoint(data: bytes) -> Endpoint:
     """Raises ShmProtocolError."""
-    fields = _fields(data[:MAX_ENDPOINT_BYTES])
+    fields = _versioned(data[:MAX_ENDPOINT_BYTES])
     if fields.pop("transport", None) != "shm":
         raise ShmProtocolError("this endpoint is not of a shm transport")
-    return _build(Endpoint, fields)
+    return build_message(Endpoint, fields, ShmProtocolError)
 
 
 def encode_frame(frame: Hello | Welcome | Refused) -> bytes:
@@ -94,30 +80,10 @@ def decode_frame(data: bytes) -> Hello | Welcome | Refused:
     frame_type = types.get(data[0]) if data else None
     if frame_type is None:
         raise ShmProtocolError("the connection did not begin with a handshake")
-    return _build(frame_type, _fields(data[1:]))
+    return build_message(frame_type, _versioned(data[1:]), ShmProtocolError)
 
 
-def _fields(data: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(data)
-    except ValueError as error:
-        raise ShmProtocolError("damaged handshake") from error
-    if not isinstance(fields, dict):
-        raise ShmProtocolError("damaged handshake")
-    if fields.get("version") != PROTOCOL_VERSION:
-        raise ShmProtocolError(
-            f"shm protocol version {fields.get('version')}, where this worker speaks {PROTOCOL_VERSION}"
-        )
+def _versioned(data: bytes) -> dict[str, Any]:
+    fields = decode_fields(data, ShmProtocolError)
+    check_version("shm", fields.get("version"), PROTOCOL_VERSION, ShmProtocolError)
     return fields
-
-
-def _build(frame_type: type[T], fields: dict[str, Any]) -> T:
-    try:
-        frame = frame_type(**fields)
-    except TypeError as error:
-        raise ShmProtocolError("damaged handshake") from error
-    for name, value in fields.items():
-        expected = int if name in _NUMBERS else str
-        if type(value) is not expected:
-            raise ShmProtocolError(f"damaged handshake: {name}")
-    return frame

@@ -21,12 +21,12 @@ import json
 import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.transport.base import PeerId, TransportError
+from kv_transfer.transport.base import TransportError
+from kv_transfer.transport.handshake import BetweenLives, build_message, check_version, decode_fields
 
 PROTOCOL_VERSION = 1
 MAX_ENDPOINT_BYTES = 4096
@@ -57,9 +57,6 @@ _HELLO = struct.Struct("<4sHxxQ")
 """Magic, version and its sender's link id: the same in every version, so that any version can be refused."""
 _PACKET = struct.Struct("<QB?xxIQQQ")
 """Link id, kind, whether more of the frame follows, bytes of body in this packet, write id, count, tag."""
-_NUMBERS = ("version", "port", "size_bytes", "link_id", "writer_incarnation", "target_incarnation")
-
-T = TypeVar("T")
 
 
 class UcxProtocolError(TransportError):
@@ -88,22 +85,10 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(BetweenLives):
     """`token` is of the endpoint dialled."""
 
-    writer_name: str
-    writer_incarnation: int
-    target_name: str
-    target_incarnation: int
     token: str
-
-    @property
-    def writer(self) -> PeerId:
-        return PeerId(self.writer_name, self.writer_incarnation)
-
-    @property
-    def target(self) -> PeerId:
-        return PeerId(self.target_name, self.target_incarnation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,14 +110,11 @@ def encode_endpoint(address: Address) -> bytes:
 
 def decode_endpoint(data: bytes) -> Address:
     """Raises: UcxProtocolError."""
-    fields = _fields(data[:MAX_ENDPOINT_BYTES])
+    fields = decode_fields(data[:MAX_ENDPOINT_BYTES], UcxProtocolError)
     if fields.pop("transport", None) != "ucx":
         raise UcxProtocolError("this endpoint is not of a ucx transport")
-    if fields.get("version") != PROTOCOL_VERSION:
-        raise UcxProtocolError(
-            f"ucx protocol version {fields.get('version')}, where this worker speaks {PROTOCOL_VERSION}"
-        )
-    return _build(Address, fields)
+    check_version("ucx", fields.get("version"), PROTOCOL_VERSION, UcxProtocolError)
+    return build_message(Address, fields, UcxProtocolError)
 
 
 def encode_packets(frame: Frame, link_id: int) -> Iterator[bytes]:
@@ -177,9 +159,8 @@ def decode_hello_link_id(data: bytes) -> int:
 def decode_hello(data: bytes) -> Hello:
     """Raises: UcxProtocolError."""
     _, version, _ = _HELLO.unpack_from(data)
-    if version != PROTOCOL_VERSION:
-        raise UcxProtocolError(f"ucx protocol version {version}, where this worker speaks {PROTOCOL_VERSION}")
-    return _build(Hello, _fields(data[_HELLO.size :]))
+    check_version("ucx", version, PROTOCOL_VERSION, UcxProtocolError)
+    return build_message(Hello, decode_fields(data[_HELLO.size :], UcxProtocolError), UcxProtocolError)
 
 
 def encode_answer(answer: Welcome | Refused) -> Frame:
@@ -190,9 +171,9 @@ def encode_answer(answer: Welcome | Refused) -> Frame:
 def decode_answer(frame: Frame) -> Welcome | Refused:
     """Raises: UcxProtocolError."""
     if frame.kind == REFUSED:
-        return _build(Refused, _fields(frame.body))
+        return build_message(Refused, decode_fields(frame.body, UcxProtocolError), UcxProtocolError)
     if frame.kind == WELCOME:
-        welcome = _build(Welcome, _fields(frame.body))
+        welcome = build_message(Welcome, decode_fields(frame.body, UcxProtocolError), UcxProtocolError)
         if welcome.size_bytes > 0 and 0 <= welcome.link_id <= _MAX_U64:
             return welcome
     raise UcxProtocolError("the other end does not speak this protocol")
@@ -213,25 +194,3 @@ def decode_pieces(body: bytes, pool_size_bytes: int) -> npt.NDArray[np.uint64]:
     if (sizes == 0).any() or (sizes > limit).any() or (offsets > limit - np.minimum(sizes, limit)).any():
         raise UcxProtocolError(f"a piece is outside of the pool of {pool_size_bytes} bytes")
     return pieces
-
-
-def _fields(data: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise UcxProtocolError("damaged handshake") from error
-    if not isinstance(fields, dict):
-        raise UcxProtocolError("damaged handshake")
-    return fields
-
-
-def _build(message_type: type[T], fields: dict[str, Any]) -> T:
-    try:
-        message = message_type(**fields)
-    except TypeError as error:
-        raise UcxProtocolError("damaged handshake") from error
-    for name, value in fields.items():
-        expected = int if name in _NUMBERS else str
-        if type(value) is not expected:
-            raise UcxProtocolError(f"damaged handshake: {name}")
-    return message

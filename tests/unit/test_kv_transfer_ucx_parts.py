@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -114,16 +115,12 @@ def test_damaged_handshakes_are_refused(text: str) -> None:
 
 def test_limits_of_the_wire() -> None:
     with pytest.raises(UcxProtocolError, match="names"):
-        encode_hello(Hello(**{**_fields(HELLO), "writer_name": "x" * HELLO_BYTES}), 1)
+        encode_hello(Hello(**{**asdict(HELLO), "writer_name": "x" * HELLO_BYTES}), 1)
     with pytest.raises(UcxProtocolError):
         decode_packet(bytes(PACKET_BYTES))
     for link_id, size_bytes in ((-1, 5), (2**64, 5), (1, 0)):
         with pytest.raises(UcxProtocolError):
             decode_answer(encode_answer(Welcome(size_bytes=size_bytes, link_id=link_id)))
-
-
-def _fields(hello: Hello) -> dict[str, Any]:
-    return {name: getattr(hello, name) for name in Hello.__slots__}
 
 
 @pytest.mark.parametrize("piece", [(0, 0), (POOL, 1), (POOL - 1, 2), (2**64 - 1, 2), (1, 2**64 - 1), (0, POOL + 1)])
