@@ -200,13 +200,17 @@ def test_cancelled_writes_end_as_failed_and_send_nothing(here: Here) -> None:
         writer.transport.connect(DECODE, here.transport.endpoint())
         here.wait_for(Connected)
         writer.wait_for(Connected)
-        handles = [writer.transport.write(DECODE, [Copy(0, 0, POOL)], b"%d" % n) for n in range(30)]
-        for handle in handles[1:]:
-            writer.transport.cancel(handle)
+        region = writer.transport._outbound[DECODE].region
+        assert region is not None
+        with region.lock:  # so that no copy begins before the others are cancelled, however fast they are
+            handles = [writer.transport.write(DECODE, [Copy(0, 0, POOL)], b"%d" % n) for n in range(30)]
+            for handle in handles[1:]:
+                writer.transport.cancel(handle)
         writer.transport.write(DECODE, [], b"last")
         ended = [writer.wait_for(WriteCompleted | WriteFailed) for _ in range(31)]  # type: ignore[arg-type]
         failed = [event for event in ended if isinstance(event, WriteFailed)]
-        assert failed and all(event.quiesced and event.reason == "cancelled" for event in failed)
+        assert [event.handle for event in failed] == handles[1:]
+        assert all(event.quiesced and event.reason == "cancelled" for event in failed)
         payloads: list[bytes] = []
         while b"last" not in payloads:
             notified = here.wait_for(Notified)
