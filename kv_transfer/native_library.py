@@ -85,5 +85,6 @@ def load() -> NativeLibrary | None:
     try:
         return NativeLibrary(str(path))
     except OSError as error:
-        _log.warning("no native copy kernel (%s); transfers are slower: run python -m kv_transfer.build", error)
+        # Its text, not itself: whoever keeps the record would keep this call's frames, and the memory that they copy.
+        _log.warning("no native copy kernel (%s); transfers are slower: run python -m kv_transfer.build", str(error))
         return None
