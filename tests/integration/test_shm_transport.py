@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from kv_transfer.transport.base import (
     WriteFailed,
 )
 from kv_transfer.transport.shm import MAX_NOTIFY_BYTES, ShmTransport
+from kv_transfer.transport.shm_copier import Copier, CopyJob
 from kv_transfer.transport.shm_pool import PoolMemoryError, available_memory_bytes, create_pool, map_pool
 from kv_transfer.transport.shm_wire import Endpoint, Hello, encode_endpoint, encode_frame
 from tests.support.transport_wires import POOL_BYTES as POOL
@@ -171,19 +173,31 @@ def test_writer_that_left_in_order_is_not_killed_by_a_fence(
     assert child.call("endpoint") == child.endpoint
 
 
-def test_peers_in_one_process_are_fenced_without_a_kill(here: Here) -> None:
+def test_peers_in_one_process_are_fenced_without_a_kill(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = Here(PREFILL, seed=2)
+    is_fenced = threading.Event()
+    copy = Copier._do
+
+    def copy_late(copier: Copier, job: CopyJob) -> None:
+        """The copy thread comes to it only after the fence."""
+        is_fenced.wait(TIMEOUT_S)
+        copy(copier, job)
+
     try:
         writer.transport.connect(DECODE, here.transport.endpoint())
         here.wait_for(Connected)
         writer.wait_for(Connected)
+        writer.transport.write(DECODE, [Copy(0, 0, POOL)], b"")
+        writer.wait_for(WriteCompleted)
+        monkeypatch.setattr(Copier, "_do", copy_late)
         handles = [writer.transport.write(DECODE, [Copy(0, 0, POOL)], b"") for _ in range(40)]
         here.transport.fence(PREFILL)
         here.wait_for(Fenced)
         here.pool.mapping[:] = bytes(POOL)
+        is_fenced.set()
         writer.wait_for(PeerGone)
         ended = [writer.wait_for(WriteCompleted | WriteFailed) for _ in handles]  # type: ignore[arg-type]
-        assert any(isinstance(event, WriteFailed) and event.quiesced for event in ended)
+        assert all(isinstance(event, WriteFailed) and event.quiesced for event in ended)
         assert here.bytes_at(0, POOL) == bytes(POOL)
         here.events.clear()
         writer.transport.connect(DECODE, here.transport.endpoint())
@@ -191,6 +205,7 @@ def test_peers_in_one_process_are_fenced_without_a_kill(here: Here) -> None:
         writer.wait_for(ConnectFailed)
         assert not any(isinstance(event, Connected) for event in here.events)
     finally:
+        is_fenced.set()
         writer.close()
 
 
