@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from cluster.cli.errors import FAILED, INVALID, NOT_FOUND, fail
+from cluster.core.limits import NS_PER_MS, NS_PER_S
 from cluster.live.cluster_record import ClusterRecords
 from cluster.live.environment import DISTRIBUTION, Environment
 from cluster.live.replay import FileReport, Line, find_files, replay_file
 from cluster.wire.journal import JournalError
 
 _MAX_SHOWN_CHARS: Final = 400
-_NS_PER_S: Final = 10**9
 
 
 def run_replay(path: Path | None, request_id: str | None, environment: Environment, *, as_json: bool) -> None:
@@ -25,7 +25,8 @@ def run_replay(path: Path | None, request_id: str | None, environment: Environme
     def tell(line: Line) -> None:
         lines.append(line)
         if not as_json:
-            print(f"{_clock(line.wall_ns)}  {line.what}")
+            since_ms = (line.wall_ns - lines[0].wall_ns) / NS_PER_MS
+            print(f"{_clock(line.wall_ns)} {since_ms:+10.1f} ms  {line.what}")
 
     files = _find(path, environment)
     reports = []
@@ -68,8 +69,8 @@ def _only_journal(environment: Environment) -> Path:
 
 
 def _clock(wall_ns: int) -> str:
-    moment = datetime.fromtimestamp(wall_ns // _NS_PER_S).strftime("%Y-%m-%d %H:%M:%S")
-    return f"{moment}.{wall_ns % _NS_PER_S // 1000:06d}"
+    moment = datetime.fromtimestamp(wall_ns // NS_PER_S).strftime("%Y-%m-%d %H:%M:%S")
+    return f"{moment}.{wall_ns % NS_PER_S // NS_PER_MS:03d}"
 
 
 def _summary(report: FileReport) -> str:

@@ -7,21 +7,26 @@ placed and why, and everything that was said about it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from cluster.core import events
 from cluster.core.brief import brief
 from cluster.core.effects import DropBody, Effect, ToFront, ToWorker
 from cluster.core.events import Event
+from cluster.core.ids import AttemptId
+from cluster.core.messages import LegTimeline, WorkerRef
 from cluster.core.state import ClusterState
 from cluster.core.views import RequestView
 from cluster.live.journal import journal_files
 from cluster.wire.journal import Header, JournalError, decode_entry, decode_header, decode_snapshot, encode_effects
 
 MAX_LINE_BYTES: Final = 2**31
+INDENT: Final = "   "
+"""Before what is not said by or to anybody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,21 +154,22 @@ class _Story:
                 self._say(now_ns, done)
         if view is None and self._last is not None:
             self._last = None
-            self._say(now_ns, "   it has ended and is forgotten")
+            self._say(now_ns, f"{INDENT}it has ended and is forgotten")
 
     def _tell_change(self, now_ns: int, view: RequestView) -> None:
         now = (view.phase, view.attempt, view.why)
         if now == self._last:
             return
+        is_new_reason = self._last is None or now[1:] != self._last[1:]
         self._last = now
         where = " and ".join(str(worker) for worker in (view.prefill, view.decode) if worker is not None)
         parts = [
-            view.phase,
-            f"attempt {view.attempt}" if view.attempt else "",
-            f"on {where}" if where else "",
-            view.why,
+            f"{INDENT}{view.phase}",
+            f"attempt {view.attempt}" if view.attempt and is_new_reason else "",
+            f"on {where}" if where and is_new_reason else "",
+            view.why if is_new_reason else "",
         ]
-        self._say(now_ns, "   " + ", ".join(part for part in parts if part))
+        self._say(now_ns, ", ".join(part for part in parts if part))
 
     def _say(self, now_ns: int, what: str) -> None:
         self._tell(Line(wall_ns=self._to_wall_ns + now_ns, what=what))
@@ -171,17 +177,17 @@ class _Story:
 
 def _describe_event(event: Event, request_id: str) -> str | None:
     if isinstance(event, events.FromFront) and _concerns(event.message, request_id):
-        return f"<- {event.front}: {brief(event.message)}"
+        return f"<- {event.front}: {_short(event.message)}"
     if isinstance(event, events.FromWorker) and _concerns(event.message, request_id):
-        return f"<- {event.worker}: {brief(event.message)}"
+        return f"<- {event.worker}: {_short(event.message)}"
     return None
 
 
 def _describe_effect(effect: Effect, request_id: str) -> str | None:
     if isinstance(effect, ToWorker) and _concerns(effect.command.body, request_id):
-        return f"-> {effect.worker}: {brief(effect.command.body)}"
+        return f"-> {effect.worker}: {_short(effect.command.body)}"
     if isinstance(effect, ToFront) and _concerns(effect.message, request_id):
-        return f"-> {effect.front}: {brief(effect.message)}"
+        return f"-> {effect.front}: {_short(effect.message)}"
     if isinstance(effect, DropBody) and effect.request_id == request_id:
         return "-> its prompt is dropped"
     return None
@@ -190,3 +196,26 @@ def _describe_effect(effect: Effect, request_id: str) -> str | None:
 def _concerns(message: object, request_id: str) -> bool:
     attempt = getattr(message, "attempt", None)
     return getattr(message, "request_id", None) == request_id or getattr(attempt, "request_id", None) == request_id
+
+
+def _short(message: object) -> str:
+    """A message as its name and what people want of it: peers by their name, lists by their length."""
+    assert dataclasses.is_dataclass(message)
+    parts = [_short_field(field, getattr(message, field.name)) for field in dataclasses.fields(message)]
+    return " ".join([type(message).__name__, *(part for part in parts if part)])
+
+
+def _short_field(field: dataclasses.Field[Any], value: object) -> str:
+    if value is None or value == field.default or field.name in ("request_id", "epoch", "lease_id"):
+        return ""
+    if isinstance(value, tuple | list):
+        return f"{field.name}={len(value)}"
+    if isinstance(value, AttemptId):
+        return f"attempt={value.attempt}"
+    if isinstance(value, WorkerRef):
+        return f"{field.name}={value.worker}"
+    if isinstance(value, float):
+        return f"{field.name}={value:.1f}"
+    if isinstance(value, LegTimeline):
+        return " ".join(part for part in _short(value).split(" ")[1:])
+    return f"{field.name}={brief(value)}"

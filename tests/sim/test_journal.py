@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,16 +84,14 @@ def test_every_request_has_its_story(recorder: Recorder) -> None:
     for seed in (3, 4):
         run_seed(seed)
     paths = recorder.write()
-    request_ids = set(recorder.submitted)
-    assert len(request_ids) > 3
-    for request_id in request_ids:
+    endings: Counter[str] = Counter()
+    for request_id in dict.fromkeys(recorder.submitted):
         story: list[Line] = []
         for path in paths:
             replay_file(path, request_id=request_id, tell=story.append)
-        told = "\n".join(line.what for line in story)
-        assert f"Submit(request_id={request_id}," in told
-        others = request_ids - {request_id}
-        assert not any(f"request_id={other}," in told or f"attempt={other}/" in told for other in others)
+        assert ": Submit " in story[0].what
+        endings[story[-1].what.strip()] += 1
+    assert endings["it has ended and is forgotten"] >= 3, endings
 
 
 def test_a_machine_that_decides_otherwise_is_found(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

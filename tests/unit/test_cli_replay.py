@@ -53,10 +53,10 @@ def test_a_whole_journal_is_replayed(home: Path) -> None:
 def test_one_request_has_its_story(home: Path) -> None:
     said = baton("replay", "--request", "two", home=home)
     assert said.exit_code == 0
-    told = [line[28:] for line in said.stdout.splitlines()]
-    assert told[0] == "<- front-0#5: Submit(request_id=two, num_prompt_tokens=10, max_tokens=5)"
+    told = [line.split(" ms  ", 1)[1] for line in said.stdout.splitlines()]
+    assert told[0] == "<- front-0#5: Submit num_prompt_tokens=10 max_tokens=5"
     assert told[1].strip().startswith("queued")
-    assert told[2].startswith("-> front-0#5: Refused(request_id=two, outcome=rejected_overload")
+    assert told[2].startswith("-> front-0#5: Refused outcome=rejected_overload")
     assert "one" not in said.stdout
     story = json.loads(baton("replay", "--request", "two", "--json", home=home).stdout)["story"]
     assert [line["what"] for line in story] == told
