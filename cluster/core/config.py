@@ -18,7 +18,7 @@ DTYPES: Final = ("float32", "bfloat16")
 TRANSPORTS: Final = ("auto", "shm", "nixl", "ucx")
 NO_NCCL_HINT: Final = "nccl is not offered yet"
 DEVICES: Final = ("cpu", "cuda")
-CHECKSUMS: Final = ("full", "off")
+CHECKSUMS: Final = ("full", "sampled", "off")
 
 MAX_POOLS: Final = 64
 MAX_REPLICAS: Final = 512
@@ -99,7 +99,7 @@ class KVConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportConfig:
     """How KV is pushed. `kind`: one backend for all, or `auto` for the best of them that connects each pair of workers.
-    `checksum`: `full` verifies every block on arrival."""
+    `checksum`: `full` verifies every block on arrival, `sampled` about one of eight, `off` none."""
 
     kind: str = "auto"
     checksum: str = "full"

@@ -34,15 +34,16 @@ from kv_transfer.protocol.messages import (
 from kv_transfer.protocol.ranks import rank_of, rank_peer
 from kv_transfer.protocol.receiver import PushReceiver
 from kv_transfer.protocol.receiver_push import check_grant
+from kv_transfer.protocol.sampling import Checksums
 
 
 class GangReceiver:
     """All pushes that arrive at one rank. `peer` is always a rank's name; a grant's `sender` names the gang."""
 
-    def __init__(self, limits: PushLimits, checksum: bool, *, num_layers: int) -> None:
+    def __init__(self, limits: PushLimits, checksums: Checksums, *, num_layers: int) -> None:
         """As PushReceiver. The limits hold for each sender rank's pushes and for the whole alike."""
         self._limits = limits
-        self._checksum = checksum
+        self._checksums = checksums
         self._num_layers = num_layers
         self._receivers: dict[int, PushReceiver] = {}
         """By sender rank."""
@@ -198,7 +199,7 @@ class GangReceiver:
     def _receiver(self, rank: int) -> PushReceiver:
         if rank not in self._receivers:
             self._receivers[rank] = PushReceiver(
-                self._limits, self._checksum, num_layers=self._num_layers, sender_rank=rank
+                self._limits, self._checksums, num_layers=self._num_layers, sender_rank=rank
             )
         return self._receivers[rank]
 

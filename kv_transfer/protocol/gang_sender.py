@@ -25,6 +25,7 @@ from kv_transfer.protocol.messages import (
     WriteBlocks,
 )
 from kv_transfer.protocol.ranks import MAX_PIECES_PER_WRITE, MAX_RANKS, rank_of, rank_peer
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.protocol.sender import PushSender
 from kv_transfer.protocol.sender_push import check_grant
 
@@ -32,11 +33,11 @@ from kv_transfer.protocol.sender_push import check_grant
 class GangSender:
     """All pushes that leave one rank. `peer` is always a rank's name; a grant's `receiver` names the gang."""
 
-    def __init__(self, limits: PushLimits, checksum: bool, rank: int, *, num_layers: int) -> None:
+    def __init__(self, limits: PushLimits, checksums: Checksums, rank: int, *, num_layers: int) -> None:
         """As PushSender. The limits hold for the pushes to each receiver rank; a write takes fewer blocks than they
         allow where the checksums of its pieces (at most one a layer of a block) would not fit into one notification."""
         max_blocks = max(1, MAX_PIECES_PER_WRITE // num_layers)
-        self.checksum = checksum
+        self._checksums = checksums
         self._limits = replace(limits, max_blocks_per_write=min(limits.max_blocks_per_write, max_blocks))
         self._rank = rank
         self._num_layers = num_layers
@@ -171,7 +172,9 @@ class GangSender:
 
     def _sender(self, rank: int) -> PushSender:
         if rank not in self._senders:
-            self._senders[rank] = PushSender(self._limits, self.checksum, num_layers=self._num_layers, rank=self._rank)
+            self._senders[rank] = PushSender(
+                self._limits, self._checksums, num_layers=self._num_layers, rank=self._rank
+            )
         return self._senders[rank]
 
     def _refusal(self, parts: Mapping[int, Grant]) -> str | None:
