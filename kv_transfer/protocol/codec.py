@@ -2,10 +2,10 @@
 
     version u8 | kind u8 | crc32 u32 of version, kind and body | body | tail
 
-Only PushChunk has a tail: the checksums, one u64 a summed block (or a piece of one), which the transport appends when it
-sums the blocks in the same pass as it copies them (Transport.write). The body says which blocks those are, so a tail of
-another length is refused. The CRC covers everything but the tail; a checksum that was damaged on its way fails against
-its block, and the chunk is written again.
+Only PushChunk has a tail: one u64 a summed block (or a piece of one), the checksums, which the transport appends when
+it sums the blocks in the same pass as it copies them (Transport.write). The body says which blocks those are, so a tail
+of another length is refused. The CRC covers everything but the tail; a checksum that was damaged on its way fails
+against its block, and the chunk is written again.
 """
 
 from __future__ import annotations

@@ -11,10 +11,9 @@ from enum import Enum
 from kv_transfer.protocol.messages import PushChunk
 
 SAMPLE_INTERVAL = 16
-"""Of so many neighbours in a sequence one is summed. A power of two."""
+"""Of so many neighbours in a sequence one is summed."""
 
-_FACTOR = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio."""
+_MASK = (1 << 64) - 1
 
 
 class Checksums(Enum):
@@ -29,9 +28,9 @@ def summed_positions(checksums: Checksums, chunk: PushChunk) -> tuple[int, ...]:
     """Positions within `chunk.blocks`, ascending, of the blocks that must be summed.
 
     Sampled: a chunk's first and last block, and in between every SAMPLE_INTERVAL-th of the sequence, so that no damage
-    to as many neighbours is missed. The lease, the layers and the sender's rank tell with which the counting begins:
-    pushes that follow each other cover different blocks. A chunk that is written again is summed whole, because where
-    one block was damaged its neighbours may be.
+    to as many neighbours is missed. The lease, the layers and the sender's rank tell where the counting begins, so that
+    over many pushes every block gets its turn. A chunk that is written again is summed whole, because where one block
+    was damaged its neighbours may be.
     """
     positions = range(len(chunk.blocks))
     if checksums is Checksums.OFF:
@@ -48,6 +47,8 @@ def summed_positions(checksums: Checksums, chunk: PushChunk) -> tuple[int, ...]:
 
 
 def _start_of(number: int) -> int:
-    """Spreads numbers, also those that lie a fixed step apart, evenly over 0 to SAMPLE_INTERVAL - 1: the top bits of
-    Fibonacci hashing (Knuth, The Art of Computer Programming 3, section 6.4)."""
-    return ((number * _FACTOR & (1 << 64) - 1) * SAMPLE_INTERVAL) >> 64
+    """From 0 to SAMPLE_INTERVAL - 1, by the finaliser of MurmurHash3: each as often as the others, also over numbers
+    that lie a fixed step apart, as the leases of one worker among many may."""
+    number = (number ^ (number >> 33)) * 0xFF51AFD7ED558CCD & _MASK
+    number = (number ^ (number >> 33)) * 0xC4CEB9FE1A85EC53 & _MASK
+    return (number ^ (number >> 33)) % SAMPLE_INTERVAL

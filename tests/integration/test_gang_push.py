@@ -22,6 +22,7 @@ from kv_transfer.protocol.messages import (
     SourceReleased,
 )
 from kv_transfer.protocol.ranks import GangLayout
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.transport.backends import PREFERENCE, why_unavailable
 from tests.support.rank_process import Gangs, RankHandle
 
@@ -55,9 +56,15 @@ def transport(request: pytest.FixtureRequest) -> str:
 def start_gangs() -> Iterator[StartGangs]:
     running: list[Gangs] = []
 
-    def start(transport: str, degrees: tuple[int, int], *, limits: PushLimits = LIMITS, checksum: bool = True) -> Gangs:
+    def start(
+        transport: str,
+        degrees: tuple[int, int],
+        *,
+        limits: PushLimits = LIMITS,
+        checksums: Checksums = Checksums.FULL,
+    ) -> Gangs:
         sender, receiver = (GangLayout(model="m", layout=LAYOUT, num_ranks=degree) for degree in degrees)
-        gangs = Gangs(transport, sender, receiver, num_blocks=NUM_BLOCKS, limits=limits, checksum=checksum)
+        gangs = Gangs(transport, sender, receiver, num_blocks=NUM_BLOCKS, limits=limits, checksums=checksums)
         running.append(gangs)
         return gangs
 
@@ -118,8 +125,9 @@ def test_every_rank_gets_its_heads(start_gangs: StartGangs, transport: str, degr
     assert all(rank.call("count") == (0, 0) for rank in gangs.processes)
 
 
-def test_without_checksums(start_gangs: StartGangs, transport: str) -> None:
-    gangs = start_gangs(transport, (1, 2), checksum=False)
+@pytest.mark.parametrize("checksums", [Checksums.OFF, Checksums.SAMPLED])
+def test_without_all_checksums(start_gangs: StartGangs, transport: str, checksums: Checksums) -> None:
+    gangs = start_gangs(transport, (1, 2), checksums=checksums)
     content = random_blocks(6)
     grant = make_grant(gangs, 0, [1, 2, 3, 7, 6, 5])
     begin_push(gangs, grant, list(range(6)), content)

@@ -53,7 +53,9 @@ from kv_transfer.protocol.messages import (
     VerifyBlocks,
     WriteBlocks,
 )
+from kv_transfer.protocol.plan import summed_first
 from kv_transfer.protocol.ranks import GangLayout, Rank, bad_blocks, pair_gangs, rank_of, rank_peer
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.transport.backends import open_backend
 from kv_transfer.transport.base import (
     Connected,
@@ -83,7 +85,7 @@ class RankConfig:
     receiver: GangLayout
     num_blocks: int
     limits: PushLimits
-    checksum: bool
+    checksums: Checksums
 
 
 # ---- in the rank's process ---------------------------------------------------------------------------------------
@@ -106,9 +108,9 @@ class RankProcess:
         num_layers = own.layout.num_layers
         self.machine: GangSender | GangReceiver
         if config.is_sender:
-            self.machine = GangSender(config.limits, config.checksum, self.number, num_layers=num_layers)
+            self.machine = GangSender(config.limits, config.checksums, self.number, num_layers=num_layers)
         else:
-            self.machine = GangReceiver(config.limits, config.checksum, num_layers=num_layers)
+            self.machine = GangReceiver(config.limits, config.checksums, num_layers=num_layers)
 
     def run(self) -> None:
         self.pipe.send(self.transport.endpoint())
@@ -204,11 +206,11 @@ class RankProcess:
 
     def write(self, effect: WriteBlocks) -> None:
         pair = self.pairs.pair(self.number, rank_of(effect.peer))
-        layers, targets = effect.message.layers, [block.block_id for block in effect.message.blocks]
-        copies = pair.copies(zip(effect.source_blocks, targets, strict=True), layers)
-        payload = encode(replace(effect.message, num_pieces=pair.num_pieces(layers)))
+        message = replace(effect.message, num_pieces=pair.num_pieces(effect.message.layers))
+        pairs = list(zip(effect.source_blocks, (block.block_id for block in message.blocks), strict=True))
+        copies, num_sums = pair.copies(summed_first(pairs, message.summed), message.layers), message.num_checksums
         try:
-            handle = self.transport.write(effect.peer, copies, payload, checksum=self.config.checksum)
+            handle = self.transport.write(effect.peer, copies, encode(message), checksum=True, num_summed=num_sums)
         except UnknownPeerError as error:
             assert isinstance(self.machine, GangSender)
             now_ns = time.monotonic_ns()
@@ -272,7 +274,7 @@ class Gangs:
         *,
         num_blocks: int,
         limits: PushLimits,
-        checksum: bool,
+        checksums: Checksums,
     ) -> None:
         self.sender, self.receiver = PeerId("prefill-0", 3), PeerId("decode-0", 5)
         self.layout = sender.layout
@@ -290,7 +292,7 @@ class Gangs:
             receiver=receiver,
             num_blocks=num_blocks,
             limits=limits,
-            checksum=checksum,
+            checksums=checksums,
         )
         sender_peers = [rank_peer(self.sender, rank) for rank in range(sender.num_ranks)]
         receiver_peers = [rank_peer(self.receiver, rank) for rank in range(receiver.num_ranks)]
