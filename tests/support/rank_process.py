@@ -45,6 +45,7 @@ from kv_transfer.protocol.messages import (
     Grant,
     PeerId,
     PushArrived,
+    PushChunk,
     PushEffect,
     PushFailed,
     PushKey,
@@ -100,6 +101,7 @@ class RankProcess:
         self.endpoints: dict[PeerId, bytes] = {}
         self.handles: dict[int, int] = {}
         self.writes: dict[int, int] = {}
+        self.damaged: int | None = None
         own = config.sender if config.is_sender else config.receiver
         self.block_size = own.rank_layout().block_size_bytes
         pool = create_pool(config.num_blocks * self.block_size)
@@ -151,6 +153,10 @@ class RankProcess:
     def do_get(self, block_id: int) -> bytes:
         return self.memory[block_id * self.block_size : (block_id + 1) * self.block_size].tobytes()
 
+    def do_damage(self, block_id: int) -> None:
+        """From now on a byte of that block is wrong whenever it has been written the first time in a push."""
+        self.damaged = block_id
+
     def do_count(self) -> tuple[int, int]:
         """Open pushes and leases."""
         self.machine.check_invariants()
@@ -163,7 +169,10 @@ class RankProcess:
         elif isinstance(event, PeerGone):
             self.perform(machine.on_peer_gone(now_ns, event.peer, event.reason))
         elif isinstance(event, Notified):
-            self.perform(machine.on_message(now_ns, event.peer, decode(event.payload)))
+            message = decode(event.payload)
+            if isinstance(message, PushChunk) and message.round == 0:
+                self.damage(message)
+            self.perform(machine.on_message(now_ns, event.peer, message))
         elif isinstance(event, Fenced):
             assert isinstance(machine, GangReceiver)
             self.perform(machine.on_fenced(now_ns, event.peer))
@@ -178,6 +187,10 @@ class RankProcess:
                 self.perform(machine.on_write_completed(now_ns, write_id))
             else:
                 self.perform(machine.on_write_failed(now_ns, write_id, event.quiesced, event.reason))
+
+    def damage(self, chunk: PushChunk) -> None:
+        if self.damaged in [block.block_id for block in chunk.blocks]:
+            self.memory[self.damaged * self.block_size] ^= 1
 
     def perform(self, effects: Sequence[PushEffect]) -> None:
         for effect in effects:
