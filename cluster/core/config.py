@@ -99,7 +99,7 @@ class KVConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportConfig:
     """How KV is pushed. `kind`: one backend for all, or `auto` for the best of them that connects each pair of workers.
-    `checksum`: `full` verifies every block on arrival, `sampled` about one of eight, `off` none."""
+    `checksum`: on arrival, `full` verifies every block, `sampled` a few of each write, `off` none."""
 
     kind: str = "auto"
     checksum: str = "full"

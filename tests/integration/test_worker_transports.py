@@ -16,9 +16,10 @@ from tests.support.engine_model import write_tiny_model
 from tests.support.plain_cluster import PlainCluster, greedy
 
 DEADLINE_S = 60.0
+CHECKSUMS = ("sampled", "full", "off")
 
 
-@pytest.mark.parametrize(("transport", "checksums"), zip(PREFERENCE, ("sampled", "full", "off"), strict=True))
+@pytest.mark.parametrize(("transport", "checksums"), list(zip(PREFERENCE, CHECKSUMS, strict=True)))
 def test_answers_are_pushed_over_the_transport_asked_for(transport: str, checksums: str, tmp_path: Path) -> None:
     reason = why_unavailable(transport)
     if reason is not None:
