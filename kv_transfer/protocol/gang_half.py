@@ -1,7 +1,7 @@
 """What GangReceiver and GangSender have in common: a machine for each rank of the other gang, and pushes in parts.
 
-Whatever a machine has to say goes through `absorb`: it tells what that comes to for the owner of the whole push, cancels
-the other parts when one fails, and forgets a push that every part has let go of.
+Whatever a machine has to say goes through `absorb`: it tells what that comes to for the owner of the whole push,
+cancels the other parts when one fails, and forgets a push that every part has let go of.
 """
 
 from __future__ import annotations
