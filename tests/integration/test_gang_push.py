@@ -94,6 +94,15 @@ def begin_push(gangs: Gangs, grant: Grant, sources: list[int], content: list[byt
     gangs.open(grant, len(content))
 
 
+def push_at_once(gangs: Gangs, grant: Grant, content: list[bytes]) -> None:
+    """From blocks 0, 1, ... until nobody holds anything of it."""
+    sources = list(range(len(content)))
+    begin_push(gangs, grant, sources, content)
+    gangs.give(grant.key, list(enumerate(sources)))
+    gangs.finish(grant.key, num_tokens=16 * len(content))
+    gangs.wait_until(gangs.has_ended)
+
+
 def check_received(gangs: Gangs, grant: Grant, content: list[bytes]) -> None:
     for number, rank in enumerate(gangs.receivers):
         for block, whole in zip(grant.blocks, content, strict=True):
@@ -129,10 +138,7 @@ def test_without_checksums(start_gangs: StartGangs, transport: str) -> None:
     gangs = start_gangs(transport, (1, 2), checksums=Checksums.OFF)
     content = random_blocks(6)
     grant = make_grant(gangs, 0, [1, 2, 3, 7, 6, 5])
-    begin_push(gangs, grant, list(range(6)), content)
-    gangs.give(grant.key, list(enumerate(range(6))))
-    gangs.finish(grant.key, num_tokens=90)
-    gangs.wait_until(gangs.has_ended)
+    push_at_once(gangs, grant, content)
     check_received(gangs, grant, content)
 
 
@@ -144,10 +150,7 @@ def test_a_sample_catches_damage_to_what_is_in_it_and_to_nothing_else(start_gang
     for lease_id, victim, is_caught in ((5, 5, True), (6, 5, False), (7, 13, True)):
         grant = make_grant(gangs, lease_id - 1, list(range(NUM_BLOCKS)))
         gangs.receivers[1].call("damage", victim)
-        begin_push(gangs, grant, list(range(NUM_BLOCKS)), content)
-        gangs.give(grant.key, [(index, index) for index in range(NUM_BLOCKS)])
-        gangs.finish(grant.key, num_tokens=NUM_BLOCKS * 16)
-        gangs.wait_until(gangs.has_ended)
+        push_at_once(gangs, grant, content)
         assert isinstance(gangs.heard_at_receiver[-1], PushArrived)
         for rank_number, rank in enumerate(gangs.receivers):
             found = [rank.call("get", block_id) for block_id in range(NUM_BLOCKS)]
@@ -158,6 +161,10 @@ def test_a_sample_catches_damage_to_what_is_in_it_and_to_nothing_else(start_gang
 def half_pushed(start_gangs: StartGangs, transport: str, degrees: tuple[int, int], ttl_s: float) -> tuple[Gangs, Grant]:
     """A push of which every rank has been given one half, and has begun to write it."""
     gangs = start_gangs(transport, degrees, limits=SHORT_LIMITS)
+    # So that the short lease has not to last while connections are made.
+    push_at_once(gangs, make_grant(gangs, 1, [0]), random_blocks(1))
+    gangs.heard_at_receiver.clear()
+    gangs.heard_at_sender.clear()
     content = random_blocks(NUM_BLOCKS)
     grant = make_grant(gangs, 0, list(range(NUM_BLOCKS)), ttl_s)
     begin_push(gangs, grant, list(range(NUM_BLOCKS)), content)
