@@ -50,7 +50,7 @@ class FakeTransport(AutoTransport):
 
 def test_the_port_tells_what_connects_and_how_fast() -> None:
     posted: list[ev.Event] = []
-    TransportPort(FakeTransport(), LAYOUT, checksums=True, post=posted.append).poll()
+    TransportPort(FakeTransport(), LAYOUT, post=posted.append).poll()
     assert posted == [
         ev.PeerConnected(peer=ONE, transport="shm", bandwidth_bytes_per_s=7_001),
         ev.PeerConnected(peer=OTHER, transport="nixl"),
