@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model.config import ModelConfig
+from engine.model.config import DtypeName, ModelConfig
 from engine.model.safetensors_file import Checkpoint, ModelWeightsError, check_files
 from engine.model.weights import MlpWeights, check_weights, load_weights
 from tests.support.engine_model import TINY_CONFIG, random_tensors, write_safetensors, write_tiny_model
@@ -162,6 +162,21 @@ def test_names_the_misshapen_tensor(tmp_path: Path) -> None:
         load_weights(tmp_path, CONFIG, "float32")
     with pytest.raises(ModelWeightsError, match=r"k_proj\.weight .* shape \(31, 48\), expected \(32, 48\)"):
         check_weights(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
+)
+def test_names_the_tensor_that_is_not_finite(tmp_path: Path, name: str, dtype: DtypeName, value: float) -> None:
+    """Also where few tokens meet it: the embedding of one token."""
+    write_tiny_model(tmp_path)
+    tensors = random_tensors(CONFIG)
+    tensors[name].view(-1)[-1] = value
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(ModelWeightsError, match=f"{name} .* holds NaN or infinity"):
+        load_weights(tmp_path, CONFIG, dtype)
 
 
 def test_no_weights_at_all(tmp_path: Path) -> None:

@@ -300,6 +300,11 @@ def test_broken_weights_are_refused(gpt_neox: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(ModelWeightsError, match=r"missing tensors .*layers\.1\.mlp\.dense_4h_to_h\.weight"):
         load(gpt_neox)
+    damaged = removed.clone()
+    damaged[-1, -1] = float("nan")
+    save_file({**tensors, "gpt_neox.layers.1.mlp.dense_4h_to_h.weight": damaged}, path, {"format": "pt"})
+    with pytest.raises(ModelWeightsError, match=r"layers\.1\.mlp\.dense_4h_to_h\.weight .* NaN or infinity"):
+        load(gpt_neox)
     save_file({**tensors, "gpt_neox.layers.1.mlp.dense_4h_to_h.weight": removed[:-1]}, path, {"format": "pt"})
     with pytest.raises((ModelWeightsError, UnsupportedModelError), match=r"GPTNeoXForCausalLM.*size"):
         load(gpt_neox)
