@@ -15,7 +15,7 @@ from cluster.agent.effects import SendRuns
 from cluster.agent.limits import AgentLimits
 from cluster.core.ids import AttemptId, FrontId, Outcome
 from cluster.core.messages import LegTimeline
-from cluster.core.token_messages import Forget, TokenInfo, TokenRun, Watch
+from cluster.core.token_messages import PROMPT_CHOICE, Forget, TokenInfo, TokenRun, Watch
 
 RecordKey = tuple[AttemptId, int]
 """Attempt and choice (or PROMPT_CHOICE)."""
@@ -92,6 +92,14 @@ class Outbox:
     def has(self, attempt: AttemptId) -> bool:
         """Whether tokens of any choice of it are kept."""
         return attempt in self._choices
+
+    def finished(self) -> list[AttemptId]:
+        """Attempts of which every answer has ended here and is kept, and none goes on elsewhere."""
+        ended = {
+            attempt: [self._records[(attempt, choice)] for choice in choices if choice != PROMPT_CHOICE]
+            for attempt, choices in self._choices.items()
+        }
+        return [attempt for attempt, records in ended.items() if records and all(r.finish is not None for r in records)]
 
     def append(self, attempt: AttemptId, choice: int, position: int, tokens: Sequence[TokenInfo]) -> None:
         record = self._records[(attempt, choice)]

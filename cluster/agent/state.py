@@ -12,6 +12,7 @@ from dataclasses import replace
 from cluster.agent import events as ev
 from cluster.agent.block_reports import BlockReporter
 from cluster.agent.effects import Effect, RefuseFront, RunStep, Shutdown, ToCoordinator
+from cluster.agent.inventory import inventory_of
 from cluster.agent.leg_control import LegControl
 from cluster.agent.legs import LegTable, push_key_of
 from cluster.agent.limits import Work, WorkerStateConfig
@@ -35,6 +36,7 @@ from cluster.core.messages import (
     RunLocal,
     SendBlockSnapshot,
     SenderStopped,
+    WorkerHello,
     WorkerLoad,
     WorkerMessage,
     WorkerRefused,
@@ -200,8 +202,7 @@ class WorkerState:
                     self._on_command(now_ns, command.body, body)
             case ev.CoordinatorConnected():
                 self._link.connected()
-                inventory = tuple(leg.attempt for leg in self._legs)
-                self._reports.append(replace(self._config.hello, load=self.load(), inventory=inventory))
+                self._reports.append(self._hello(now_ns))
             case ev.CoordinatorLost():
                 self._link.lost(now_ns)
             case ev.FrontConnected(front=front):
@@ -219,6 +220,14 @@ class WorkerState:
                 self._on_tick(now_ns)
             case _:
                 self._on_transport(now_ns, event)
+
+    def _hello(self, now_ns: int) -> WorkerHello:
+        return replace(
+            self._config.hello,
+            load=self.load(),
+            inventory=inventory_of(self._legs, self._outbox, self._pushes.leases(now_ns), self._config.hello.role),
+            epoch=self._link.epoch,
+        )
 
     def _on_transport(self, now_ns: int, event: ev.Event) -> None:
         match event:

@@ -46,6 +46,22 @@ class Role(Enum):
     DECODE = "decode"
 
 
+class LegStage(Enum):
+    """Where a worker's part of an attempt stands, as the worker tells a coordinator that did not see it come.
+
+    RESERVED: decode waits for its KV. READING: prefill reads the prompt. PUSHING: prefill has drawn the first token and
+    the push goes on. RUNNING: decode owns the KV, or reads the prompt itself. FINISHED: the last token is drawn here
+    and kept for the front. CLOSING: nothing of it is wanted any more, and something is still held.
+    """
+
+    RESERVED = "reserved"
+    READING = "reading"
+    PUSHING = "pushing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    CLOSING = "closing"
+
+
 class Outcome(Enum):
     """How a request ends; every request ends in exactly one."""
 

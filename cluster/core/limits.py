@@ -24,6 +24,11 @@ RELEASE_TIMEOUT_NS: Final = 30 * NS_PER_S
 """A worker that has not released a cancelled leg by then is given up: nothing may stay held for ever."""
 UNKNOWN_ATTEMPT: Final = "the coordinator does not know it"
 """Reason given with the cancellation of a leg that only its worker knows of."""
+REBUILD_WINDOW_NS: Final = 5 * NS_PER_S
+"""So long after the first word to a coordinator, at most, it waits for those that an earlier life knew."""
+MAX_ATTEMPTS_PER_LIFE: Final = 100_000
+"""Attempts at one request in one life of the coordinator. A refused reservation takes a round trip, so the deadline of
+the queue comes long before."""
 MAX_CHOICES: Final = 16
 """Answers that one request may ask for."""
 MAX_LIVE_REQUESTS: Final = 100_000

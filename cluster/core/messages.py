@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.core.ids import AttemptId, FrontId, Outcome, Role, WorkerId
+from cluster.core.ids import AttemptId, FrontId, LegStage, Outcome, Role, WorkerId
 
 # ---- shared parts ---------------------------------------------------------------------------------------------
 
@@ -84,18 +84,36 @@ class LegTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRequest:
-    """A request a front still serves, as it re-announces it after a reconnect."""
+    """A request that was placed once and that its front still serves, as it announces it on a new stream.
+
+    Attributes:
+        attempt: the one that runs, or the last one that is known to be over.
+        is_running: its tokens are awaited; otherwise the front asks for another attempt once it is welcome.
+        num_choices, num_delivered, num_unshared: as in Resubmit, as things stand now.
+        num_failures: attempts that failed so far.
+    """
 
     request_id: str
     attempt: int
-    num_delivered: int
+    is_running: bool
+    num_prompt_tokens: int
+    max_tokens: int
+    num_choices: int = 1
+    priority: int = 0
+    deadline_ms: int | None = None
+    num_delivered: int = 0
+    num_unshared: int = 0
+    num_failures: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontHello:
+    """`epoch`: the highest that the front has seen, 0 if it has known no coordinator."""
+
     front: FrontId
     address: str
     live: tuple[LiveRequest, ...] = ()
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +125,7 @@ class Submit:
         block_hashes: of the prompt's full blocks, in order.
         deadline_ms: time left until the client's deadline, None if it has none.
         max_latency_ms: the client's own limit on time to first token, None if it has none.
+        attempt_floor: earlier lives of the coordinator may have given attempts numbers up to this.
     """
 
     request_id: str
@@ -120,6 +139,7 @@ class Submit:
     cache_salt: str = ""
     deadline_ms: int | None = None
     max_latency_ms: int | None = None
+    attempt_floor: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +159,7 @@ class Resubmit:
         num_delivered: of the answer of which least was delivered: they are read before anything is drawn.
         num_choices: answers that are still to be written.
         num_unshared: tokens delivered of the other answers beyond that.
+        attempt_floor: as in Submit.
     """
 
     request_id: str
@@ -146,6 +167,7 @@ class Resubmit:
     num_delivered: int
     num_choices: int = 1
     num_unshared: int = 0
+    attempt_floor: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,12 +200,16 @@ class FrontWelcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """The request was not admitted. `retry_after_ms` is None where trying again cannot help."""
+    """The request was not admitted. `retry_after_ms` is None where trying again cannot help.
+
+    `is_duplicate`: because another front has one of that id.
+    """
 
     request_id: str
     outcome: Outcome
     reason: str
     retry_after_ms: int | None = None
+    is_duplicate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,12 +282,31 @@ class LeaseInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldLeg:
+    """A part of an attempt that a worker has when it registers.
+
+    Attributes:
+        half: as in the coordinator's books; DECODE also where the worker reads the prompt itself.
+        peer: the other side of its push, None for a leg that never had one.
+        lease_id, num_blocks: of what is reserved or held for the push, 0 where nothing is.
+    """
+
+    attempt: AttemptId
+    half: Role
+    stage: LegStage
+    peer: WorkerId | None = None
+    lease_id: int = 0
+    num_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHello:
     """A worker registers. Fields of the compatibility hash are repeated in the clear for error messages.
 
     `compatibility` must agree between all workers of a cluster (model fingerprint, dtype, block size, layout).
     `metrics_address` is the host:port of its Prometheus page, empty if it has none.
     `engine` says what computes the model, for people to read.
+    `epoch` is the highest that this life has seen, 0 if it has known no coordinator. `inventory` is all it has.
     """
 
     ref: WorkerRef
@@ -276,7 +321,8 @@ class WorkerHello:
     block_size_bytes: int
     max_model_tokens: int
     load: WorkerLoad
-    inventory: tuple[AttemptId, ...] = ()
+    inventory: tuple[HeldLeg, ...] = ()
+    epoch: int = 0
     metrics_address: str = ""
     engine: str = "native"
 

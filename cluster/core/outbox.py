@@ -15,6 +15,10 @@ class Outbox:
         self.epoch = epoch
         self._effects: list[Effect] = []
 
+    def raise_epoch(self, least: int) -> None:
+        """Somebody has seen a higher one than this life was given, so its commands would be refused."""
+        self.epoch = max(self.epoch, least)
+
     def to_worker(self, worker: WorkerId, body: CommandBody, *, body_of: str | None = None) -> None:
         command = Command(epoch=self.epoch, worker=worker, body=body)
         self._effects.append(ToWorker(worker=worker, command=command, body_of=body_of))

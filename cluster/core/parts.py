@@ -12,6 +12,7 @@ from cluster.core.limits import NS_PER_S
 from cluster.core.links import LinkTable
 from cluster.core.outbox import Outbox
 from cluster.core.queue import RequestQueue
+from cluster.core.rebuild import RebuildWindow
 from cluster.core.requests import RequestTable
 from cluster.core.timers import Timers
 from cluster.core.workers import WorkerRegistry
@@ -30,6 +31,7 @@ class Parts:
     leases: LeaseLedger = field(default_factory=LeaseLedger)
     links: LinkTable = field(default_factory=LinkTable)
     timers: Timers = field(default_factory=Timers)
+    rebuild: RebuildWindow = field(default_factory=RebuildWindow)
     fronts: dict[str, FrontId] = field(default_factory=dict)
     num_leases_made: int = 0
 

@@ -13,12 +13,14 @@ from cluster.core.limits import MAX_REMEMBERED_ATTEMPTS
 class Phase(Enum):
     """Where a request stands.
 
-    QUEUED waits for a place; RESERVING waits for decode's answer to Reserve; PREFILLING has a prompt being read and
+    RECOVERING ran in an earlier life of the coordinator, and its workers have not (all) said that they have it; QUEUED
+    waits for a place; RESERVING waits for decode's answer to Reserve; PREFILLING has a prompt being read and
     pushed; DECODING runs on decode alone; LOCAL runs wholly on one decode worker; FINISHED has its last token drawn and
     waits for the front's RequestDone; WAITING_FRONT has a failed attempt and waits for the front's Resubmit. A request
     that has ended has no record.
     """
 
+    RECOVERING = "recovering"
     QUEUED = "queued"
     RESERVING = "reserving"
     PREFILLING = "prefilling"
@@ -29,6 +31,13 @@ class Phase(Enum):
 
 
 _NEXT_PHASES: Final[dict[Phase, tuple[Phase, ...]]] = {
+    Phase.RECOVERING: (
+        Phase.PREFILLING,
+        Phase.DECODING,
+        Phase.LOCAL,
+        Phase.FINISHED,
+        Phase.WAITING_FRONT,
+    ),
     Phase.QUEUED: (Phase.RESERVING, Phase.LOCAL),
     Phase.RESERVING: (Phase.PREFILLING, Phase.QUEUED),
     Phase.PREFILLING: (Phase.DECODING, Phase.FINISHED, Phase.WAITING_FRONT),
@@ -59,6 +68,7 @@ class Request:
         deadline_ns: the client's deadline. phase_deadline_ns: when this phase must be over. None where there is none.
         queued_ns: when it entered the queue; a refused reservation does not change it.
         attempt: number of the latest attempt, 0 before the first.
+        attempt_floor: numbers up to this may have been given to earlier attempts, as far as others know.
         num_failures: attempts that failed after the front had heard of them.
         num_choices: answers that are still to be written.
         num_delivered: output tokens of one of them that its client has, and the next attempt reads first.
@@ -80,6 +90,7 @@ class Request:
     phase: Phase = Phase.QUEUED
     num_choices: int = 1
     attempt: int = 0
+    attempt_floor: int = 0
     num_failures: int = 0
     num_delivered: int = 0
     num_unshared: int = 0
@@ -90,6 +101,11 @@ class Request:
     @property
     def attempt_id(self) -> AttemptId:
         return AttemptId(self.request_id, self.attempt)
+
+    @property
+    def next_attempt(self) -> int:
+        """Number of the next attempt. Workers may remember the earlier ones, so none comes twice."""
+        return max(self.attempt, self.attempt_floor) + 1
 
     @property
     def num_read_tokens(self) -> int:
@@ -134,15 +150,27 @@ class RequestTable:
 
     def remove(self, request_id: str) -> None:
         request = self._by_id.pop(request_id)
-        if request.attempt:
-            self._last_attempts.pop(request_id, None)
-            self._last_attempts[request_id] = request.attempt
-            if len(self._last_attempts) > MAX_REMEMBERED_ATTEMPTS:
-                del self._last_attempts[next(iter(self._last_attempts))]
+        self._remember(AttemptId(request_id, request.next_attempt - 1))
         siblings = self._by_front[request.front]
         del siblings[request_id]
         if not siblings:
             del self._by_front[request.front]
+
+    def heard_of(self, attempt_id: AttemptId) -> None:
+        """Somebody has a part of an attempt of that number: the next one has a higher number."""
+        request = self._by_id.get(attempt_id.request_id)
+        if request is None:
+            self._remember(attempt_id)
+        else:
+            request.attempt_floor = max(request.attempt_floor, attempt_id.attempt)
+
+    def _remember(self, attempt_id: AttemptId) -> None:
+        request_id, number = attempt_id.request_id, attempt_id.attempt
+        number = max(number, self._last_attempts.pop(request_id, 0))
+        if number:
+            self._last_attempts[request_id] = number
+        if len(self._last_attempts) > MAX_REMEMBERED_ATTEMPTS:
+            del self._last_attempts[next(iter(self._last_attempts))]
 
     def get(self, request_id: str) -> Request | None:
         return self._by_id.get(request_id)

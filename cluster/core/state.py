@@ -5,6 +5,8 @@
 is its only mutator. The driver reads streams and the clock, calls it, and carries out the effects in order. The life of
 a request, with what moves it on (docs in `cluster.core.requests.Phase`):
 
+    (an earlier life) --RECOVERING--> PREFILLING, DECODING, LOCAL, FINISHED or WAITING_FRONT
+
     QUEUED --placed--> RESERVING --granted--> PREFILLING --committed--> DECODING --finished--> FINISHED --done--> (gone)
        ^  |                |                      |                        |                      |
        |  |                `-- refused: QUEUED    `------ leg failed, worker lost, stream lost ---'
@@ -21,7 +23,7 @@ from cluster.core.attempts import LegState
 from cluster.core.config import ClusterConfig
 from cluster.core.effects import Effect
 from cluster.core.events import Event, FromFront, FromWorker, FrontGone, Tick, WorkerGone
-from cluster.core.handlers import fronts, legs, workers
+from cluster.core.handlers import fronts, legs, rebuilding, workers
 from cluster.core.handlers.ending import current_attempt
 from cluster.core.handlers.placing import place_waiting
 from cluster.core.handlers.timeouts import on_tick
@@ -73,6 +75,7 @@ class ClusterState:
         assert now_ns >= self._now_ns, "time runs backwards"
         self._now_ns = now_ns
         parts = self._parts
+        parts.rebuild.hear(now_ns)
         match event:
             case FromFront(front=front, message=message):
                 self._from_front(now_ns, front, message)
@@ -84,7 +87,10 @@ class ClusterState:
                 workers.lose_worker(parts, now_ns, worker, reason)
             case Tick():
                 on_tick(parts, now_ns)
-        place_waiting(parts, now_ns)
+        if parts.rebuild.is_open:
+            rebuilding.settle(parts, now_ns)
+        if not parts.rebuild.is_open:
+            place_waiting(parts, now_ns)
         return parts.outbox.take()
 
     def next_deadline_ns(self) -> int | None:
@@ -104,6 +110,11 @@ class ClusterState:
         """None if there is no request of that id, or it has ended."""
         return view_request(self._parts, request_id, now_ns)
 
+    def front_of(self, request_id: str) -> FrontId | None:
+        """Whose request it is, None if there is no such request."""
+        request = self._parts.requests.get(request_id)
+        return None if request is None else request.front
+
     def check_invariants(self) -> None:
         """Raises AssertionError if the parts contradict themselves or each other."""
         parts = self._parts
@@ -114,6 +125,7 @@ class ClusterState:
             parts.workers,
             parts.leases,
             parts.links,
+            parts.rebuild,
             parts.timers,
         ):
             part.check_invariants()
@@ -154,6 +166,8 @@ class ClusterState:
         if worker is None:
             return  # A life that is lost, whatever it still says.
         worker.last_heard_ns = now_ns
+        if parts.rebuild.is_open:
+            rebuilding.follow(parts, now_ns, sender, message)
         match message:
             case Heartbeat():
                 workers.on_heartbeat(parts, worker, message)
@@ -183,6 +197,7 @@ class ClusterState:
             assert parts.fronts.get(request.front.name) == request.front, "the request of a front that is gone"
             attempt = current_attempt(parts, request)
             assert (attempt is not None) == (request.phase in PLACED_PHASES)
+            assert request.phase is not Phase.RECOVERING or parts.rebuild.is_open, "nothing will come any more"
             if attempt is None:
                 continue
             assert (request.phase is Phase.LOCAL) <= (attempt.prefill is None)
@@ -225,6 +240,7 @@ class ClusterState:
                 assert parts.requests.get(key.name) is not None, f"{key} of no request"
             elif key.kind is TimerKind.WORKER:
                 assert parts.workers.get(WorkerId(key.name, key.number)) is not None, f"{key} of no worker"
+        assert parts.rebuild.is_open == any(key.kind is TimerKind.REBUILD for key in keys)
         num_silence = sum(key.kind is TimerKind.WORKER for key in keys)
         assert num_silence == len(parts.workers), "a worker whose silence nobody would notice"
         timed = {key.name for key in keys if key.kind is TimerKind.REQUEST}

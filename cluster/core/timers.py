@@ -18,6 +18,7 @@ class TimerKind(Enum):
     RETRY = "retry"
     ATTEMPT = "attempt"
     WORKER = "worker"
+    REBUILD = "rebuild"
 
 
 @dataclass(frozen=True, slots=True)

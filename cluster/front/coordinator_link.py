@@ -29,7 +29,7 @@ class LinkListener(Protocol):
     def hello(self) -> FrontHello:
         """What to say first on a new stream."""
 
-    def coordinator_regained(self) -> None: ...
+    def coordinator_regained(self, epoch: int) -> None: ...
 
     def coordinator_lost(self) -> None: ...
 
@@ -47,6 +47,11 @@ class CoordinatorLink:
         self.welcomed = asyncio.Event()
         self.lost = asyncio.Event()
         self.lost.set()
+
+    @property
+    def epoch(self) -> int:
+        """The highest that was seen, 0 before the first welcome."""
+        return self._epoch
 
     @property
     def is_up(self) -> bool:
@@ -112,4 +117,4 @@ class CoordinatorLink:
         self.welcomed.set()
         self.lost.clear()
         logger.info("the coordinator at %s is there, epoch %d", self._address, message.epoch)
-        self._listener.coordinator_regained()
+        self._listener.coordinator_regained(message.epoch)

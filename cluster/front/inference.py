@@ -156,6 +156,8 @@ class InferenceService:
     def _error(self, end: End) -> BatonError:
         if self._is_closing:
             return UnreachableError("this front is shutting down")
+        if end.is_duplicate:
+            return DuplicateRequestError(f"request_id: {end.reason}")
         if end.outcome is Outcome.WORKER_LOST and not self._sessions.link.is_up:
             return UnreachableError(end.reason)
         return RequestEndedError(end.outcome, end.reason, retry_after_ms=end.retry_after_ms)

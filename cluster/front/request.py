@@ -22,7 +22,7 @@ from enum import Enum
 from typing import assert_never
 
 from cluster.core.ids import Outcome, WorkerId
-from cluster.core.limits import NS_PER_MS, NS_PER_S
+from cluster.core.limits import MAX_ATTEMPTS_PER_LIFE, NS_PER_MS, NS_PER_S
 from cluster.core.messages import (
     AttemptFailed,
     CancelRequest,
@@ -83,6 +83,9 @@ class FrontRequest:
         self._limits = limits or RequestLimits()
         self._epoch = 0
         self._attempt = 0  # the current attempt, or the last one known to be over
+        self._attempt_floor = 0  # others, that nobody here heard of, may have had numbers up to this
+        self._asked_epoch: int | None = None  # of the coordinator that was last asked for an attempt, or announced to
+        self._num_failures = 0
         self._legs: AttemptLegs | None = None  # while it runs
         self._answers = Answers(spec.body)
         self._told_body = spec.body  # what the coordinator was last given
@@ -103,9 +106,32 @@ class FrontRequest:
         """Whose token streams matter to the current attempt."""
         return () if self._legs is None else self._legs.workers
 
-    def live(self) -> LiveRequest:
-        """How this request is announced to a coordinator that has come back; one of attempt 0 is submitted anew."""
-        return LiveRequest(request_id=self.spec.request_id, attempt=self._attempt, num_delivered=self.num_delivered)
+    @property
+    def attempt(self) -> int:
+        """The one that runs, or the last one that is known to be over; 0 before the first."""
+        return self._attempt
+
+    def live(self, now_ns: int) -> LiveRequest | None:
+        """How this request is announced on a new stream to the coordinator.
+
+        None for one that was never placed, which is submitted again, and for one that needs no more of anybody.
+        """
+        if self._attempt == 0 or self.phase not in (Phase.WAITING, Phase.RUNNING):
+            return None
+        progress = self._answers.progress()
+        return LiveRequest(
+            request_id=self.spec.request_id,
+            attempt=self._attempt,
+            is_running=self.phase is Phase.RUNNING,
+            num_prompt_tokens=len(self.spec.body.prompt_ids),
+            max_tokens=self.spec.body.sampling.max_tokens,
+            num_choices=progress.num_choices,
+            priority=self.spec.body.priority,
+            deadline_ms=self._remaining_ms(now_ns),
+            num_delivered=progress.num_delivered,
+            num_unshared=progress.num_unshared,
+            num_failures=self._num_failures,
+        )
 
     def next_deadline_ns(self) -> int | None:
         """When a Tick is due at the latest; None while only messages can move the request."""
@@ -147,14 +173,14 @@ class FrontRequest:
             case RunReceived():
                 self._on_run(now_ns, event, out)
             case Start():
-                self._on_start(now_ns, out)
+                self._on_start(now_ns, event, out)
             case FromCoordinator():
                 self._on_coordinator(event, out)
             case CoordinatorLost():
                 if self._coordinator_lost_ns is None:
                     self._coordinator_lost_ns = now_ns
             case CoordinatorRegained():
-                self._on_coordinator_regained(now_ns, out)
+                self._on_coordinator_regained(now_ns, event, out)
             case WorkerStreamLost():
                 self._on_stream_lost(now_ns, event)
             case WorkerStreamRestored():
@@ -172,8 +198,9 @@ class FrontRequest:
             case _:
                 assert_never(event)
 
-    def _on_start(self, now_ns: int, out: list[Effect]) -> None:
+    def _on_start(self, now_ns: int, event: Start, out: list[Effect]) -> None:
         self.phase = Phase.WAITING
+        self._asked_epoch = event.epoch
         self._timeline = TimelineRecorder(now_ns)
         if self.spec.max_latency_ms is not None:
             self._first_token_due_ns = now_ns + self.spec.max_latency_ms * NS_PER_MS
@@ -184,7 +211,13 @@ class FrontRequest:
         if self.phase is Phase.CHECKING:
             return  # the last token has been delivered: the outcome is decided
         if isinstance(message, Refused):
-            self._end(out, message.outcome, message.reason, retry_after_ms=message.retry_after_ms)
+            self._end(
+                out,
+                message.outcome,
+                message.reason,
+                retry_after_ms=message.retry_after_ms,
+                is_duplicate=message.is_duplicate,
+            )
             return
         if message.epoch < self._epoch:
             return  # from a coordinator that has been replaced
@@ -221,6 +254,7 @@ class FrontRequest:
             return
         self._drop_legs(out)
         self._attempt = failed.attempt.attempt
+        self._num_failures += 1
         self._resubmit(out)
 
     def _on_run(self, now_ns: int, event: RunReceived, out: list[Effect]) -> None:
@@ -323,11 +357,18 @@ class FrontRequest:
             leg.lost_since_ns = None
             self._legs.watch(leg, out)
 
-    def _on_coordinator_regained(self, now_ns: int, out: list[Effect]) -> None:
-        """What was sent last may be lost: ask again. Submit is idempotent, so is Resubmit of one failed attempt."""
+    def _on_coordinator_regained(self, now_ns: int, event: CoordinatorRegained, out: list[Effect]) -> None:
+        """What was sent last may be lost: ask again. Submit is idempotent, so is Resubmit of one failed attempt.
+
+        A coordinator that was asked for an attempt and has died may have begun some that nobody here has heard of, and
+        workers may remember them. Their numbers must not come again.
+        """
         self._coordinator_lost_ns = None
         self._is_stream_reported = False
+        is_other, self._asked_epoch = self._asked_epoch not in (None, event.epoch), event.epoch
         if self.phase is Phase.WAITING:
+            if is_other:
+                self._attempt_floor = max(self._attempt_floor, self._attempt) + MAX_ATTEMPTS_PER_LIFE
             if self._attempt == 0:
                 self._submit(now_ns, out)
             else:
@@ -372,7 +413,6 @@ class FrontRequest:
 
     def _submit(self, now_ns: int, out: list[Effect]) -> None:
         spec = self.spec
-        remaining_ns = None if spec.deadline_ns is None else max(0, spec.deadline_ns - now_ns)
         message = Submit(
             request_id=spec.request_id,
             num_prompt_tokens=len(spec.body.prompt_ids),
@@ -383,22 +423,28 @@ class FrontRequest:
             tenant=spec.tenant,
             adapter=spec.body.adapter,
             cache_salt=spec.body.cache_salt,
-            deadline_ms=None if remaining_ns is None else remaining_ns // NS_PER_MS,
+            deadline_ms=self._remaining_ms(now_ns),
             max_latency_ms=spec.max_latency_ms,
+            attempt_floor=self._attempt_floor,
         )
         out.append(ToCoordinator(message=message, body=spec.body))
+
+    def _remaining_ms(self, now_ns: int) -> int | None:
+        """Until the client's deadline."""
+        return None if self.spec.deadline_ns is None else max(0, self.spec.deadline_ns - now_ns) // NS_PER_MS
 
     def _resubmit(self, out: list[Effect]) -> None:
         """From here on nothing of the failed attempt is accepted: the next one starts from exactly these ids."""
         self.phase = Phase.WAITING
         body = self._told_body = self._answers.body()
-        num_delivered = len(body.delivered_ids)
+        progress = self._answers.progress()
         message = Resubmit(
             request_id=self.spec.request_id,
             failed_attempt=self._attempt,
-            num_delivered=num_delivered,
-            num_choices=len(body.choices),
-            num_unshared=sum(len(sibling.delivered_ids) - num_delivered for sibling in body.siblings),
+            num_delivered=progress.num_delivered,
+            num_choices=progress.num_choices,
+            num_unshared=progress.num_unshared,
+            attempt_floor=self._attempt_floor,
         )
         out.append(ToCoordinator(message=message, body=body))
 
@@ -428,6 +474,7 @@ class FrontRequest:
         reason: str,
         *,
         retry_after_ms: int | None = None,
+        is_duplicate: bool = False,
     ) -> None:
         report = self._timeline.report(
             num_output_tokens=self._answers.num_output_tokens,
@@ -435,7 +482,9 @@ class FrontRequest:
         )
         self._drop_legs(out)
         self.phase = Phase.ENDED
-        out.append(End(outcome=outcome, reason=reason, retry_after_ms=retry_after_ms, report=report))
+        out.append(
+            End(outcome=outcome, reason=reason, retry_after_ms=retry_after_ms, report=report, is_duplicate=is_duplicate)
+        )
 
 
 def _is_due(due_ns: int | None, now_ns: int) -> bool:

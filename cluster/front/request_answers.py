@@ -46,6 +46,15 @@ class Answer(Track):
         return self.num_tokens is not None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far several answers are: as in `cluster.core.messages.Resubmit`."""
+
+    num_choices: int
+    num_delivered: int
+    num_unshared: int
+
+
 class Answers:
     """All of them, by choice. Order is by number."""
 
@@ -101,6 +110,13 @@ class Answers:
         return Outcome.LENGTH if Outcome.LENGTH in finishes else Outcome.STOP
 
     # ---- another attempt ----
+
+    def progress(self) -> Progress:
+        """Of the answers that are live, of which there is at least one."""
+        positions = [answer.next_position for answer in self.live()]
+        least = min(positions)
+        num_unshared = sum(position - least for position in positions)
+        return Progress(num_choices=len(positions), num_delivered=least, num_unshared=num_unshared)
 
     def body(self) -> RequestBody:
         """What the next attempt goes on from. At least one answer is live; the one with least delivered leads."""

@@ -75,12 +75,16 @@ class EndChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """The request is over; the last effect of its life, and the only one of its kind."""
+    """The request is over; the last effect of its life, and the only one of its kind.
+
+    `is_duplicate`: it never began, since another front has one of that id.
+    """
 
     outcome: Outcome
     reason: str
     retry_after_ms: int | None
     report: RequestReport
+    is_duplicate: bool = False
 
 
 Effect = ToCoordinator | WatchWorker | ForgetWorker | Deliver | DeliverScores | EndChoice | End

@@ -11,7 +11,9 @@ from cluster.core.token_messages import TokenRun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The first event: the request goes to the coordinator."""
+    """The first event: the request goes to the coordinator, whose epoch it is; None where there is none."""
+
+    epoch: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,12 @@ class CoordinatorLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorRegained:
-    """A new stream is open, welcomed, and this request was announced on it (see FrontRequest.live())."""
+    """A new stream is open, welcomed, and this request was announced on it (see FrontRequest.live()).
+
+    `epoch`: of the coordinator, which may be another one than before.
+    """
+
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

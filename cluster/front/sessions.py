@@ -96,7 +96,7 @@ class Sessions:
         request = FrontRequest(dataclasses.replace(spec, request_id=cluster_id), self._limits)
         self._cluster_ids[request_id] = cluster_id
         self._sessions[cluster_id] = _Session(request_id, request, {choice: make_text() for choice in choices}, output)
-        self.handle(cluster_id, events.Start())
+        self.handle(cluster_id, events.Start(epoch=self.link.epoch if self.link.is_up else None))
         if not self.link.is_up:
             self.handle(cluster_id, events.CoordinatorLost())
         return output
@@ -115,11 +115,13 @@ class Sessions:
     # ---- the coordinator ---------------------------------------------------------------------------------------
 
     def hello(self) -> FrontHello:
-        live = tuple(session.request.live() for session in self._sessions.values())
-        return FrontHello(front=self.front, address=self.address, live=live)
+        now_ns = self._clock_ns()
+        announced = (session.request.live(now_ns) for session in self._sessions.values())
+        live = tuple(request for request in announced if request is not None)
+        return FrontHello(front=self.front, address=self.address, live=live, epoch=self.link.epoch)
 
-    def coordinator_regained(self) -> None:
-        self._handle_all(events.CoordinatorRegained())
+    def coordinator_regained(self, epoch: int) -> None:
+        self._handle_all(events.CoordinatorRegained(epoch=epoch))
 
     def coordinator_lost(self) -> None:
         self._handle_all(events.CoordinatorLost())

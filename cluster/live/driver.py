@@ -55,8 +55,8 @@ class Driver:
         self._clock_ns = clock_ns
         self._fronts: dict[FrontId, FrontStream] = {}
         self._workers: dict[WorkerId, WorkerStream] = {}
-        self._bodies: dict[str, tuple[FrontId, control_pb2.RequestBody]] = {}
-        """By request id, with the front that submitted it."""
+        self._bodies: dict[str, control_pb2.RequestBody] = {}
+        """By request id. Of a request taken over from an earlier life there is none before its next attempt."""
         self._journal = journal
         self._flush_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -78,13 +78,10 @@ class Driver:
     def front_said(self, front: FrontId, message: FrontMessage, body: control_pb2.RequestBody | None) -> None:
         # The first Submit of an id counts, and a Resubmit only of a request that is this front's own: anything else
         # would leave a body behind that no effect ever drops, or answer another front's request with this one's prompt.
-        if body is not None:
-            if isinstance(message, Submit):
-                self._bodies.setdefault(message.request_id, (front, body))
-            elif isinstance(message, Resubmit):
-                known = self._bodies.get(message.request_id)
-                if known is not None and known[0] == front:
-                    self._bodies[message.request_id] = (front, body)
+        if body is not None and isinstance(message, Submit | Resubmit):
+            owner = self.state.front_of(message.request_id)
+            if owner == (front if isinstance(message, Resubmit) else None):
+                self._bodies[message.request_id] = body
         self._handle(events.FromFront(front=front, message=message))
 
     def front_left(self, front: FrontId, stream: FrontStream) -> None:
@@ -179,7 +176,7 @@ class Driver:
         stream = self._workers.get(effect.worker)
         if stream is None:
             return
-        body = None if effect.body_of is None else self._bodies[effect.body_of][1]
+        body = None if effect.body_of is None else self._bodies[effect.body_of]
         stream.send(encode_command(effect.command, body))
         if isinstance(effect.command.body, WorkerRefused):
             stream.close()

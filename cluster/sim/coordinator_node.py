@@ -74,11 +74,10 @@ class CoordinatorNode:
         self._front_said(front, hello, None)
 
     def _front_said(self, front: FrontId, message: FrontMessage, body: RequestBody | None) -> None:
-        # The first Submit of an id counts, and a Resubmit only of a request that is known.
-        if body is not None:
-            if isinstance(message, Submit):
-                self.bodies.setdefault(message.request_id, body)
-            elif isinstance(message, Resubmit) and message.request_id in self.bodies:
+        # The first Submit of an id counts, and a Resubmit only of a request that is the front's own.
+        if body is not None and isinstance(message, Submit | Resubmit):
+            owner = self.state.front_of(message.request_id)
+            if owner == (front if isinstance(message, Resubmit) else None):
                 self.bodies[message.request_id] = body
         self._handle(events.FromFront(front=front, message=message))
 

@@ -59,7 +59,13 @@ class FrontNode:
         self._links: dict[WorkerId, _WorkerLink] = {}
         self._coordinator: StreamEnd | None = None
         """The stream once it is welcome; what is sent before that is dropped, and repeated then."""
+        self._epoch = 0
         self._dial_coordinator()
+
+    @property
+    def requests(self) -> list[FrontRequest]:
+        """That have not ended."""
+        return [entry.request for entry in self._live.values()]
 
     @property
     def num_live(self) -> int:
@@ -72,7 +78,7 @@ class FrontNode:
         request = FrontRequest(spec, self._limits)
         alarm = Alarm(self.process, lambda: self._handle(spec.request_id, events.Tick()))
         self._live[spec.request_id] = _Live(request, client, alarm)
-        self._handle(spec.request_id, events.Start())
+        self._handle(spec.request_id, events.Start(epoch=None if self._coordinator is None else self._epoch))
         if self._coordinator is None:
             self._handle(spec.request_id, events.CoordinatorLost())
 
@@ -88,8 +94,10 @@ class FrontNode:
     def _coordinator_opened(self, stream: StreamEnd) -> None:
         stream.on_message = lambda message: self._coordinator_said(stream, message)
         stream.on_closed = self._coordinator_failed
-        live = tuple(entry.request.live() for entry in self._live.values())
-        stream.send(Envelope(message=FrontHello(front=self.front, address=self.process.name, live=live)))
+        now_ns = self.process.now_ns()
+        live = tuple(live for request in self.requests if (live := request.live(now_ns)) is not None)
+        hello = FrontHello(front=self.front, address=self.process.name, live=live, epoch=self._epoch)
+        stream.send(Envelope(message=hello))
 
     def _coordinator_failed(self, _reason: str) -> None:
         self._coordinator = None
@@ -98,8 +106,8 @@ class FrontNode:
 
     def _coordinator_said(self, stream: StreamEnd, message: ToFrontMessage) -> None:
         if isinstance(message, FrontWelcome):
-            self._coordinator = stream
-            self._handle_all(events.CoordinatorRegained())
+            self._coordinator, self._epoch = stream, message.epoch
+            self._handle_all(events.CoordinatorRegained(epoch=message.epoch))
             return
         attempt = getattr(message, "attempt", None)
         request_id: str = message.request_id if attempt is None else attempt.request_id  # type: ignore[union-attr]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.agent.limits import WorkerStateConfig
-from cluster.core.config import ClusterConfig, CoordinatorConfig, KVConfig, ModelConfig, PoolConfig
+from cluster.core.config import ClusterConfig, CoordinatorConfig, FrontConfig, KVConfig, ModelConfig, PoolConfig
 from cluster.core.ids import Role, WorkerId
 from cluster.core.messages import RankEndpoint, WorkerHello, WorkerLoad, WorkerRef
 from cluster.sim.engine_model import EOS_TOKEN_ID
@@ -24,6 +24,7 @@ def cluster_config(scenario: Scenario) -> ClusterConfig:
         name="sim",
         model=ModelConfig(path=MODEL_FINGERPRINT, max_model_tokens=scenario.max_model_tokens),
         pools=tuple(pools),
+        front=FrontConfig(replicas=scenario.num_fronts),
         kv=KVConfig(block_size=scenario.block_size),
         coordinator=CoordinatorConfig(
             queue_limit=scenario.queue_limit,

@@ -6,7 +6,7 @@ from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.state import WorkerState
 from cluster.core.ids import WorkerId
 from cluster.core.state import ClusterState
-from cluster.front.request import FrontRequest
+from cluster.front.request import FrontRequest, Phase
 from cluster.front.request_spec import RequestSpec
 from cluster.sim.client import Client
 from cluster.sim.coordinator_node import CoordinatorNode
@@ -26,7 +26,7 @@ from engine.core.request import RequestBody, Sibling
 MAX_EVENTS = 200_000
 MAX_CLOCK_OFFSET_NS = 10**12
 MAX_KILL_DELAY_NS = 300 * MILLISECOND_NS
-FIRST_EPOCH = 1
+COORDINATOR = "coordinator"
 
 
 class World:
@@ -45,6 +45,8 @@ class World:
         """Blocks that were written after their receiver had given them up: what quarantine is for."""
         self.num_partial_copies = 0
         """Of some layers of a block alone."""
+        self.coordinator_deaths: list[tuple[FrontRequest, int]] = []
+        """At each death of the coordinator, each request that ran, with the attempt that ran."""
         self._random = self.kernel.stream("world")
         self._check_every = check_every
         self._num_handled = 0
@@ -65,7 +67,7 @@ class World:
 
     def process(self, name: str) -> Process | None:
         if name == self.coordinator.process.name:
-            return self.coordinator.process
+            return self.coordinator.process if self.coordinator.process.alive else None
         node = self._workers.get(name) or self._fronts[name]
         return node.process if node.process.alive else None
 
@@ -99,11 +101,19 @@ class World:
         return Process(self.kernel, name, incarnation, self._random.randrange(MAX_CLOCK_OFFSET_NS))
 
     def _start_coordinator(self) -> CoordinatorNode:
-        process = Process(self.kernel, "coordinator", 0, self._random.randrange(MAX_CLOCK_OFFSET_NS))
-        state = ClusterState(cluster_config(self.scenario), epoch=FIRST_EPOCH)
+        process = self._new_process(COORDINATOR)
+        process.on_exit(lambda _reason: self._coordinator_died(process))
+        state = ClusterState(cluster_config(self.scenario), epoch=process.incarnation)
         return CoordinatorNode(
             process, self.network, state, end_worker=self._end_worker_later, after_event=self._after_event
         )
+
+    def _coordinator_died(self, process: Process) -> None:
+        for node in self.fronts:
+            if node.process.alive:
+                running = [request for request in node.requests if request.phase is Phase.RUNNING]
+                self.coordinator_deaths += [(request, request.attempt) for request in running]
+        self._restart_later(COORDINATOR, process)
 
     def _start_front(self, name: str) -> None:
         process = self._new_process(name)
@@ -145,7 +155,9 @@ class World:
         def restart() -> None:
             if self._incarnations[name] != process.incarnation:
                 return
-            if name in self._fronts:
+            if name == COORDINATOR:
+                self.coordinator = self._start_coordinator()
+            elif name in self._fronts:
                 self._start_front(name)
             else:
                 self._start_worker(name)
@@ -159,7 +171,8 @@ class World:
         node = next(node for node in self.all_workers if node.worker == worker)
 
         def kill() -> None:
-            if self.scenario.can_kill and not self.network.is_partitioned(worker.name, self.coordinator.process.name):
+            is_reachable = self.coordinator.process.alive and not self.network.is_partitioned(worker.name, COORDINATOR)
+            if self.scenario.can_kill and is_reachable:
                 node.process.exit("given up by the coordinator")
 
         self.kernel.after(int(self._random.random() * MAX_KILL_DELAY_NS), kill)
@@ -220,7 +233,8 @@ class World:
 
     def check_invariants(self) -> None:
         """Of every machine that lives."""
-        self.coordinator.state.check_invariants()
+        if self.coordinator.process.alive:
+            self.coordinator.state.check_invariants()
         for node in self.all_workers:
             if node.process.alive:
                 node.state.check_invariants()

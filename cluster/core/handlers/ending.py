@@ -121,6 +121,11 @@ def is_needed(request: Request, attempt: Attempt, leg: Leg) -> bool:
 def fail_attempt(parts: Parts, now_ns: int, request: Request, attempt: Attempt, failure: Failure) -> None:
     """The current attempt has failed after the front heard of it: the next one, or the end of the request."""
     close_attempt(parts, now_ns, attempt, failure.reason)
+    fail_request(parts, now_ns, request, failure)
+
+
+def fail_request(parts: Parts, now_ns: int, request: Request, failure: Failure) -> None:
+    """Its latest attempt has failed, and has been closed."""
     request.num_failures += 1
     request.last_failure = failure
     request.enter(Phase.WAITING_FRONT, now_ns + RESUBMIT_TIMEOUT_NS)
@@ -128,7 +133,7 @@ def fail_attempt(parts: Parts, now_ns: int, request: Request, attempt: Attempt, 
         reason = f"attempt {request.num_failures} of {request.num_failures} failed: {failure.reason}"
         end_request(parts, now_ns, request, failure.outcome, reason)
         return
-    message = AttemptFailed(epoch=parts.outbox.epoch, attempt=attempt.attempt_id, reason=failure.reason)
+    message = AttemptFailed(epoch=parts.outbox.epoch, attempt=request.attempt_id, reason=failure.reason)
     parts.outbox.to_front(request.front, message)
     watch_deadline(parts, request)
 
@@ -159,6 +164,8 @@ def forget_request(parts: Parts, now_ns: int, request: Request, reason: str) -> 
         close_attempt(parts, now_ns, attempt, reason)
     if request.phase is Phase.QUEUED:
         parts.queue.remove(request.request_id)
+    elif request.phase is Phase.RECOVERING:
+        parts.rebuild.abandon(request.attempt_id)
     parts.requests.remove(request.request_id)
     for kind in (TimerKind.REQUEST, TimerKind.RETRY):
         parts.timers.set(TimerKey(kind, request.request_id), None)

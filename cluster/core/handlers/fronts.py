@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from cluster.core.handlers.ending import current_attempt, enqueue, fail_attempt, forget_request
+from cluster.core.handlers.ending import (
+    current_attempt,
+    enqueue,
+    fail_attempt,
+    fail_request,
+    forget_request,
+)
+from cluster.core.handlers.rebuilding import on_announced, on_earlier_life, refuse_duplicate
 from cluster.core.ids import FrontId, Outcome, Role
 from cluster.core.limits import MAX_LIVE_REQUESTS, NS_PER_MS
 from cluster.core.messages import (
@@ -30,10 +37,12 @@ def on_front_hello(parts: Parts, now_ns: int, front: FrontId, message: FrontHell
     if present is not None:
         on_front_gone(parts, now_ns, present)
     parts.fronts[front.name] = front
+    if message.epoch and message.epoch != parts.outbox.epoch:
+        parts.outbox.raise_epoch(message.epoch + 1)
+        on_earlier_life(parts, now_ns)
     parts.outbox.to_front(front, FrontWelcome(epoch=parts.outbox.epoch))
     for live in message.live:
-        if live.attempt:  # one that was never placed is submitted again, now that the front is welcome
-            _end_unknown(parts, front, live.request_id)
+        on_announced(parts, now_ns, front, live)
 
 
 def on_front_gone(parts: Parts, now_ns: int, front: FrontId) -> None:
@@ -49,9 +58,7 @@ def on_submit(parts: Parts, now_ns: int, front: FrontId, message: Submit) -> Non
     known = parts.requests.get(message.request_id)
     if known is not None:
         if known.front != front:
-            reason = "a request of that id is running already"
-            refused = Refused(request_id=message.request_id, outcome=Outcome.REJECTED_INVALID, reason=reason)
-            parts.outbox.to_front(front, refused)
+            refuse_duplicate(parts, front, message.request_id)
         return
     decision = admit(_arrival(message), situation(parts))
     if isinstance(decision, Refuse):
@@ -76,7 +83,7 @@ def on_submit(parts: Parts, now_ns: int, front: FrontId, message: Submit) -> Non
         queued_ns=now_ns,
         deadline_ns=None if message.deadline_ms is None else now_ns + message.deadline_ms * NS_PER_MS,
         phase_deadline_ns=now_ns + parts.queue_timeout_ns,
-        attempt=parts.requests.last_attempt(message.request_id),
+        attempt_floor=max(message.attempt_floor, parts.requests.last_attempt(message.request_id)),
     )
     parts.requests.add(request)
     enqueue(parts, request)
@@ -103,6 +110,7 @@ def on_resubmit(parts: Parts, now_ns: int, front: FrontId, message: Resubmit) ->
         return
     if request.phase is not Phase.WAITING_FRONT or message.failed_attempt != request.attempt:
         return
+    request.attempt_floor = max(request.attempt_floor, message.attempt_floor)
     request.num_delivered = message.num_delivered
     request.num_choices = max(1, message.num_choices)
     request.num_unshared = message.num_unshared
@@ -114,12 +122,16 @@ def on_resubmit(parts: Parts, now_ns: int, front: FrontId, message: Resubmit) ->
 def on_stream_lost(parts: Parts, now_ns: int, front: FrontId, message: StreamLost) -> None:
     """Tokens of a worker do not reach the front. That ends the attempt, not the worker, which may serve others."""
     request = _request_of(parts, front, message.attempt.request_id)
+    failure = Failure(Outcome.WORKER_LOST, f"{front} cannot reach {message.worker}: {message.reason}")
+    if request is not None and request.phase is Phase.RECOVERING and request.attempt_id == message.attempt:
+        parts.rebuild.abandon(message.attempt)
+        fail_request(parts, now_ns, request, failure)
+        return
     attempt = None if request is None else current_attempt(parts, request)
     if request is None or attempt is None or attempt.attempt_id != message.attempt:
         return
     if request.phase is Phase.RESERVING or attempt.leg_on(message.worker) is None:
         return
-    failure = Failure(Outcome.WORKER_LOST, f"{front} cannot reach {message.worker}: {message.reason}")
     fail_attempt(parts, now_ns, request, attempt, failure)
 
 

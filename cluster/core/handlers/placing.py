@@ -40,7 +40,7 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
             request.waiting_for = decision.reason
             return
         parts.queue.remove(request_id)
-        request.attempt += 1
+        request.attempt = request.next_attempt
         request.waiting_for = ""
         if decision.prefill is None:
             _start_local(parts, now_ns, request, demand, decision)

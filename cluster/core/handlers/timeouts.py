@@ -5,6 +5,7 @@ from __future__ import annotations
 from cluster.core.handlers.ending import current_attempt, end_request, fail_attempt, forget_request, watch_deadline
 from cluster.core.handlers.fronts import situation
 from cluster.core.handlers.placing import exclude_and_withdraw
+from cluster.core.handlers.rebuilding import on_window_due
 from cluster.core.handlers.workers import on_silence, on_unreleased
 from cluster.core.ids import AttemptId, Outcome, WorkerId
 from cluster.core.limits import NS_PER_MS
@@ -31,6 +32,8 @@ def _on_due(parts: Parts, now_ns: int, key: TimerKey) -> None:
             request = parts.requests.get(key.name)
             assert request is not None, "a forgotten request clears its timer"
             _on_request_due(parts, now_ns, request)
+        case TimerKind.REBUILD:
+            on_window_due(parts, now_ns)
         case TimerKind.RETRY:
             pass  # An exclusion has ended; placement, which follows every event, sees to it.
 

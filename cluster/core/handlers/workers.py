@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cluster.core.attempts import LegState
+from cluster.core.handlers import rebuilding
 from cluster.core.handlers.ending import attempt_timer, fail_attempt, is_needed, retire_if_over, withdraw_attempt
 from cluster.core.ids import AttemptId, Outcome, WorkerId
 from cluster.core.limits import (
@@ -42,25 +43,28 @@ def on_worker_hello(parts: Parts, now_ns: int, sender: WorkerId, message: Worker
     if present is not None and present.id != sender:
         lose_worker(parts, now_ns, present.id, f"{sender} has taken its place")
         present = None
+    if message.epoch:
+        parts.outbox.raise_epoch(message.epoch + 1)  # never this life's: a worker registers with it once
+        rebuilding.on_earlier_life(parts, now_ns)
     if present is None:
         parts.workers.add(message, now_ns)
         parts.timers.set(_silence_timer(sender), now_ns + parts.heartbeat_timeout_ns)
     heartbeat_ms = parts.heartbeat_timeout_ns // NS_PER_MS // HEARTBEATS_PER_TIMEOUT
     parts.outbox.to_worker(sender, WorkerWelcome(heartbeat_ms=max(1, min(heartbeat_ms, MAX_HEARTBEAT_MS))))
-    for attempt_id in message.inventory:
-        if parts.attempts.get(attempt_id) is None:
-            parts.outbox.to_worker(sender, CancelLeg(attempt=attempt_id, reason=UNKNOWN_ATTEMPT))
+    rebuilding.on_inventory(parts, now_ns, sender, message.inventory)
 
 
 def on_heartbeat(parts: Parts, sender: Worker, message: Heartbeat) -> None:
-    """Takes the worker's numbers. Whatever it keeps for an attempt that is not known here is to be released."""
+    """Takes the worker's numbers. Whatever it keeps for an attempt that is not known here is to be released, unless
+    somebody may still claim it."""
     sender.hear(message.load)
     parts.leases.report(sender.id, message.leases)
     _hear_of_links(parts, sender, message.links)
     for info in message.leases:
         if info.attempt in sender.legs:
             continue
-        parts.outbox.to_worker(sender.id, CancelLeg(attempt=info.attempt, reason=UNKNOWN_ATTEMPT))
+        if not parts.rebuild.is_open:
+            parts.outbox.to_worker(sender.id, CancelLeg(attempt=info.attempt, reason=UNKNOWN_ATTEMPT))
         if parts.workers.is_lost(info.peer):
             parts.outbox.to_worker(sender.id, PeerLost(peer=info.peer))
 
@@ -115,6 +119,7 @@ def lose_worker(parts: Parts, now_ns: int, worker_id: WorkerId, reason: str) -> 
     parts.outbox.give_up(worker_id, reason)
     parts.leases.forget_holder(worker_id)
     parts.links.forget(worker_id)
+    parts.rebuild.forget_worker(worker_id)
     for partner in parts.leases.holders_paired_with(worker_id):
         parts.outbox.to_worker(partner, PeerLost(peer=worker_id))
     for leg in worker.legs.values():

@@ -42,6 +42,31 @@ ROLE_PREFILL: Role.ValueType  # 1
 ROLE_DECODE: Role.ValueType  # 2
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
+class _LegStage:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LegStageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LegStage.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LEG_STAGE_UNSPECIFIED: _LegStage.ValueType  # 0
+    LEG_STAGE_RESERVED: _LegStage.ValueType  # 1
+    LEG_STAGE_READING: _LegStage.ValueType  # 2
+    LEG_STAGE_PUSHING: _LegStage.ValueType  # 3
+    LEG_STAGE_RUNNING: _LegStage.ValueType  # 4
+    LEG_STAGE_FINISHED: _LegStage.ValueType  # 5
+    LEG_STAGE_CLOSING: _LegStage.ValueType  # 6
+
+class LegStage(_LegStage, metaclass=_LegStageEnumTypeWrapper): ...
+
+LEG_STAGE_UNSPECIFIED: LegStage.ValueType  # 0
+LEG_STAGE_RESERVED: LegStage.ValueType  # 1
+LEG_STAGE_READING: LegStage.ValueType  # 2
+LEG_STAGE_PUSHING: LegStage.ValueType  # 3
+LEG_STAGE_RUNNING: LegStage.ValueType  # 4
+LEG_STAGE_FINISHED: LegStage.ValueType  # 5
+LEG_STAGE_CLOSING: LegStage.ValueType  # 6
+Global___LegStage: _TypeAlias = LegStage  # noqa: Y015
+
 @_typing.final
 class ProcessId(_message.Message):
     """---- shared parts ----
@@ -364,7 +389,9 @@ class FrontHello(_message.Message):
     FRONT_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     LIVE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     address: _builtins.str
+    epoch: _builtins.int
     @_builtins.property
     def front(self) -> Global___ProcessId: ...
     @_builtins.property
@@ -375,10 +402,11 @@ class FrontHello(_message.Message):
         front: Global___ProcessId | None = ...,
         address: _builtins.str = ...,
         live: _abc.Iterable[Global___LiveRequest] | None = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["front", b"front"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "front", b"front", "live", b"live"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "front", b"front", "live", b"live"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -390,22 +418,48 @@ class LiveRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    IS_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CHOICES_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
     NUM_DELIVERED_FIELD_NUMBER: _builtins.int
+    NUM_UNSHARED_FIELD_NUMBER: _builtins.int
+    NUM_FAILURES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
+    is_running: _builtins.bool
+    num_prompt_tokens: _builtins.int
+    max_tokens: _builtins.int
+    num_choices: _builtins.int
+    priority: _builtins.int
+    deadline_ms: _builtins.int
     num_delivered: _builtins.int
+    num_unshared: _builtins.int
+    num_failures: _builtins.int
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
+        is_running: _builtins.bool = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        num_choices: _builtins.int = ...,
+        priority: _builtins.int = ...,
+        deadline_ms: _builtins.int | None = ...,
         num_delivered: _builtins.int = ...,
+        num_unshared: _builtins.int = ...,
+        num_failures: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "deadline_ms", b"deadline_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "num_delivered", b"num_delivered", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "attempt", b"attempt", "deadline_ms", b"deadline_ms", "is_running", b"is_running", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_delivered", b"num_delivered", "num_failures", b"num_failures", "num_prompt_tokens", b"num_prompt_tokens", "num_unshared", b"num_unshared", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
+    _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deadline_ms) -> _WhichOneofReturnType__deadline_ms | None: ...
 
 Global___LiveRequest: _TypeAlias = LiveRequest  # noqa: Y015
 
@@ -424,6 +478,7 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     MAX_LATENCY_MS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FLOOR_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_prompt_tokens: _builtins.int
     max_tokens: _builtins.int
@@ -434,6 +489,7 @@ class Submit(_message.Message):
     cache_salt: _builtins.str
     deadline_ms: _builtins.int
     max_latency_ms: _builtins.int
+    attempt_floor: _builtins.int
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
@@ -450,10 +506,11 @@ class Submit(_message.Message):
         cache_salt: _builtins.str = ...,
         deadline_ms: _builtins.int | None = ...,
         max_latency_ms: _builtins.int | None = ...,
+        attempt_floor: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_latency_ms", b"_max_latency_ms", "deadline_ms", b"deadline_ms", "max_latency_ms", b"max_latency_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_latency_ms", b"_max_latency_ms", "adapter", b"adapter", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "max_latency_ms", b"max_latency_ms", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_latency_ms", b"_max_latency_ms", "adapter", b"adapter", "attempt_floor", b"attempt_floor", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "max_latency_ms", b"max_latency_ms", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
     _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015
@@ -500,11 +557,13 @@ class Resubmit(_message.Message):
     NUM_DELIVERED_FIELD_NUMBER: _builtins.int
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
     NUM_UNSHARED_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FLOOR_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     failed_attempt: _builtins.int
     num_delivered: _builtins.int
     num_choices: _builtins.int
     num_unshared: _builtins.int
+    attempt_floor: _builtins.int
     def __init__(
         self,
         *,
@@ -513,10 +572,11 @@ class Resubmit(_message.Message):
         num_delivered: _builtins.int = ...,
         num_choices: _builtins.int = ...,
         num_unshared: _builtins.int = ...,
+        attempt_floor: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_attempt", b"failed_attempt", "num_choices", b"num_choices", "num_delivered", b"num_delivered", "num_unshared", b"num_unshared", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_floor", b"attempt_floor", "failed_attempt", b"failed_attempt", "num_choices", b"num_choices", "num_delivered", b"num_delivered", "num_unshared", b"num_unshared", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -641,10 +701,12 @@ class Refused(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
+    IS_DUPLICATE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     outcome: _inference_pb2.Outcome.ValueType
     reason: _builtins.str
     retry_after_ms: _builtins.int
+    is_duplicate: _builtins.bool
     def __init__(
         self,
         *,
@@ -652,10 +714,11 @@ class Refused(_message.Message):
         outcome: _inference_pb2.Outcome.ValueType = ...,
         reason: _builtins.str = ...,
         retry_after_ms: _builtins.int | None = ...,
+        is_duplicate: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_ms", b"_retry_after_ms", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_ms", b"_retry_after_ms", "outcome", b"outcome", "reason", b"reason", "request_id", b"request_id", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_ms", b"_retry_after_ms", "is_duplicate", b"is_duplicate", "outcome", b"outcome", "reason", b"reason", "request_id", b"request_id", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__retry_after_ms: _TypeAlias = _typing.Literal["retry_after_ms"]  # noqa: Y015
     _WhichOneofArgType__retry_after_ms: _TypeAlias = _typing.Literal["_retry_after_ms", b"_retry_after_ms"]  # noqa: Y015
@@ -907,6 +970,44 @@ class LeaseInfo(_message.Message):
 Global___LeaseInfo: _TypeAlias = LeaseInfo  # noqa: Y015
 
 @_typing.final
+class HeldLeg(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    HALF_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    half: Global___Role.ValueType
+    stage: Global___LegStage.ValueType
+    lease_id: _builtins.int
+    num_blocks: _builtins.int
+    @_builtins.property
+    def attempt(self) -> Global___AttemptId: ...
+    @_builtins.property
+    def peer(self) -> Global___ProcessId: ...
+    def __init__(
+        self,
+        *,
+        attempt: Global___AttemptId | None = ...,
+        half: Global___Role.ValueType = ...,
+        stage: Global___LegStage.ValueType = ...,
+        peer: Global___ProcessId | None = ...,
+        lease_id: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "attempt", b"attempt", "peer", b"peer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "attempt", b"attempt", "half", b"half", "lease_id", b"lease_id", "num_blocks", b"num_blocks", "peer", b"peer", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__peer: _TypeAlias = _typing.Literal["peer"]  # noqa: Y015
+    _WhichOneofArgType__peer: _TypeAlias = _typing.Literal["_peer", b"_peer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__peer) -> _WhichOneofReturnType__peer | None: ...
+
+Global___HeldLeg: _TypeAlias = HeldLeg  # noqa: Y015
+
+@_typing.final
 class WorkerHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -925,6 +1026,7 @@ class WorkerHello(_message.Message):
     INVENTORY_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     role: Global___Role.ValueType
     host: _builtins.str
@@ -938,12 +1040,13 @@ class WorkerHello(_message.Message):
     metrics_address: _builtins.str
     engine: _builtins.str
     """What computes the model: "native", or "transformers (NAME)" with the name of the model's class there."""
+    epoch: _builtins.int
     @_builtins.property
     def ref(self) -> Global___WorkerRef: ...
     @_builtins.property
     def load(self) -> Global___WorkerLoad: ...
     @_builtins.property
-    def inventory(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttemptId]: ...
+    def inventory(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldLeg]: ...
     def __init__(
         self,
         *,
@@ -959,13 +1062,14 @@ class WorkerHello(_message.Message):
         block_size_bytes: _builtins.int = ...,
         max_model_tokens: _builtins.int = ...,
         load: Global___WorkerLoad | None = ...,
-        inventory: _abc.Iterable[Global___AttemptId] | None = ...,
+        inventory: _abc.Iterable[Global___HeldLeg] | None = ...,
         metrics_address: _builtins.str = ...,
         engine: _builtins.str = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "block_size_bytes", b"block_size_bytes", "compatibility", b"compatibility", "compatibility_details", b"compatibility_details", "engine", b"engine", "host", b"host", "inventory", b"inventory", "load", b"load", "max_model_tokens", b"max_model_tokens", "metrics_address", b"metrics_address", "model", b"model", "pid", b"pid", "pool", b"pool", "ref", b"ref", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "block_size_bytes", b"block_size_bytes", "compatibility", b"compatibility", "compatibility_details", b"compatibility_details", "engine", b"engine", "epoch", b"epoch", "host", b"host", "inventory", b"inventory", "load", b"load", "max_model_tokens", b"max_model_tokens", "metrics_address", b"metrics_address", "model", b"model", "pid", b"pid", "pool", b"pool", "ref", b"ref", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
