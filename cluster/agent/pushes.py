@@ -195,6 +195,10 @@ class Pushes:
         self._absorb(self._receiver.fence(now_ns, peer))
         return peer in self._fenced
 
+    def fenced_lives(self) -> tuple[WorkerId, ...]:
+        """The latest ones, up to the limit on how many are remembered."""
+        return tuple(WorkerId(peer.name, peer.incarnation) for peer in self._fenced)
+
     def connected(self, now_ns: int, peer: PeerId) -> None:
         self._absorb(self._sender.on_connected(now_ns, peer))
         self._absorb(self._receiver.on_connected(now_ns, peer))

@@ -226,6 +226,7 @@ class WorkerState:
             self._config.hello,
             load=self.load(),
             inventory=inventory_of(self._legs, self._outbox, self._pushes.leases(now_ns), self._config.hello.role),
+            fenced=self._pushes.fenced_lives(),
             epoch=self._link.epoch,
         )
 

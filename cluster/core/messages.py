@@ -306,7 +306,8 @@ class WorkerHello:
     `compatibility` must agree between all workers of a cluster (model fingerprint, dtype, block size, layout).
     `metrics_address` is the host:port of its Prometheus page, empty if it has none.
     `engine` says what computes the model, for people to read.
-    `epoch` is the highest that this life has seen, 0 if it has known no coordinator. `inventory` is all it has.
+    `epoch` is the highest that this life has seen, 0 if it has known no coordinator. `inventory` is all it has, and
+    `fenced` are the lives of peers that it has cut off.
     """
 
     ref: WorkerRef
@@ -322,6 +323,7 @@ class WorkerHello:
     max_model_tokens: int
     load: WorkerLoad
     inventory: tuple[HeldLeg, ...] = ()
+    fenced: tuple[WorkerId, ...] = ()
     epoch: int = 0
     metrics_address: str = ""
     engine: str = "native"

@@ -149,7 +149,7 @@ def _fault(draw: random.Random, shape: Scenario, at_ns: int) -> Fault:
     elif kind in (FaultKind.PAUSE, FaultKind.CLOCK_JUMP):
         target = draw.choice([*workers, *workers, *shape.prefill_names, *fronts, "coordinator"])
     elif kind is FaultKind.CRASH:
-        target = draw.choice([*workers, *workers, *fronts])
+        target = draw.choice([*workers, *workers, *fronts, *["coordinator"] * len(workers)])
     elif kind is FaultKind.DATA:
         details = [name for name in DATA_FAULTS if shape.checksums is not Checksums.OFF or name not in NEEDS_CHECKSUMS]
         detail, amount = draw.choice(details), draw.choice((0.1, 0.3, 1.0))

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cluster.core.ids import Outcome
+from cluster.front.request import FrontRequest
 from cluster.sim.checks import check_outcomes, held, leftovers, watch_landings
 from cluster.sim.client import Client, Violation
 from cluster.sim.generator import generate
@@ -40,7 +42,10 @@ class HistoryError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What happened in a history (or, added up, in many)."""
+    """What happened in a history (or, added up, in many).
+
+    `num_interrupted` requests ran as the coordinator died; `num_continued` of them were answered by that very attempt.
+    """
 
     num_histories: int = 1
     num_events: int = 0
@@ -50,6 +55,9 @@ class Report:
     num_late_copies: int = 0
     num_partial_copies: int = 0
     num_fences: int = 0
+    num_coordinator_deaths: int = 0
+    num_interrupted: int = 0
+    num_continued: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     virtual_ns: int = 0
 
@@ -62,6 +70,9 @@ class Report:
         self.num_late_copies += other.num_late_copies
         self.num_partial_copies += other.num_partial_copies
         self.num_fences += other.num_fences
+        self.num_coordinator_deaths += other.num_coordinator_deaths
+        self.num_interrupted += other.num_interrupted
+        self.num_continued += other.num_continued
         self.virtual_ns += other.virtual_ns
         self.outcomes += other.outcomes
 
@@ -71,7 +82,8 @@ class Report:
             f"{self.num_histories} histories, {self.num_events} events, {self.virtual_ns / SECOND_NS:.0f} simulated s, "
             f"{self.num_lives} worker lives, {self.num_given_up} given up, {self.num_fences} fences, "
             f"{self.num_copies} copies landed, {self.num_partial_copies} of them of some layers and "
-            f"{self.num_late_copies} late; requests: {outcomes}"
+            f"{self.num_late_copies} late; {self.num_coordinator_deaths} deaths of the coordinator while "
+            f"{self.num_interrupted} answers ran, {self.num_continued} went on; requests: {outcomes}"
         )
 
 
@@ -125,9 +137,18 @@ def report(world: World) -> Report:
         num_late_copies=world.num_late_copies,
         num_partial_copies=world.num_partial_copies,
         num_fences=world.fabric.num_fences,
+        num_coordinator_deaths=world.num_coordinator_deaths,
+        num_interrupted=len(world.interrupted),
+        num_continued=sum(_has_gone_on(world, request, attempt) for request, attempt in world.interrupted),
         virtual_ns=world.kernel.now_ns,
         outcomes=Counter(_end_of(client) for client in world.clients),
     )
+
+
+def _has_gone_on(world: World, request: FrontRequest, attempt: int) -> bool:
+    """Whether the request, which ran at that attempt, was answered by it."""
+    client = next(client for client in world.clients if client.request.request_id == request.spec.request_id)
+    return request.attempt == attempt and client.outcome in (Outcome.STOP, Outcome.LENGTH)
 
 
 def _end_of(client: Client) -> str:

@@ -45,8 +45,9 @@ class World:
         """Blocks that were written after their receiver had given them up: what quarantine is for."""
         self.num_partial_copies = 0
         """Of some layers of a block alone."""
-        self.coordinator_deaths: list[tuple[FrontRequest, int]] = []
-        """At each death of the coordinator, each request that ran, with the attempt that ran."""
+        self.num_coordinator_deaths = 0
+        self.interrupted: list[tuple[FrontRequest, int]] = []
+        """At each death of the coordinator, each request that ran, with its attempt."""
         self._random = self.kernel.stream("world")
         self._check_every = check_every
         self._num_handled = 0
@@ -109,10 +110,11 @@ class World:
         )
 
     def _coordinator_died(self, process: Process) -> None:
+        self.num_coordinator_deaths += 1
         for node in self.fronts:
             if node.process.alive:
                 running = [request for request in node.requests if request.phase is Phase.RUNNING]
-                self.coordinator_deaths += [(request, request.attempt) for request in running]
+                self.interrupted += [(request, request.attempt) for request in running]
         self._restart_later(COORDINATOR, process)
 
     def _start_front(self, name: str) -> None:

@@ -267,8 +267,8 @@ def _open_pair(parts: Parts, now_ns: int, pair: _PushPair, demand: Demand | None
     writing.state = LegState.ACTIVE
     parts.rebuild.take(target.attempt)
     attempt = _open(parts, now_ns, writing, reading, lease_id=target.lease_id)
-    _lease(parts, now_ns, Side.RESERVED, target, decode)
-    _lease(parts, now_ns, Side.HELD, source, prefill)
+    _lease(parts, now_ns, attempt, Side.RESERVED, target.num_blocks)
+    _lease(parts, now_ns, attempt, Side.HELD, source.num_blocks)
     return attempt
 
 
@@ -301,16 +301,18 @@ def _held_leg(leg: HeldLeg, worker: WorkerId, *, num_unread_tokens: int = 0) -> 
     )
 
 
-def _lease(parts: Parts, now_ns: int, side: Side, leg: HeldLeg, holder: WorkerId) -> None:
-    assert leg.peer is not None
+def _lease(parts: Parts, now_ns: int, attempt: Attempt, side: Side, num_blocks: int) -> None:
+    assert attempt.prefill is not None
+    decode, prefill = attempt.decode.worker, attempt.prefill.worker
+    holder, peer = (decode, prefill) if side is Side.RESERVED else (prefill, decode)
     parts.leases.open(
         Lease(
-            lease_id=leg.lease_id,
+            lease_id=attempt.lease_id,
             side=side,
-            attempt_id=leg.attempt,
+            attempt_id=attempt.attempt_id,
             holder=holder,
-            peer=leg.peer,
-            num_blocks=leg.num_blocks,
+            peer=peer,
+            num_blocks=num_blocks,
             opened_ns=now_ns,
         )
     )
@@ -344,7 +346,7 @@ def _stop(parts: Parts, now_ns: int, attempt_id: AttemptId) -> None:
         return
     peer = target[1].peer
     source = held.get(peer)
-    if source is not None and source.lease_id == target[1].lease_id:
+    if source is not None and source.peer is not None:  # also where only a write is left that may still land
         attempt = _open_pair(parts, now_ns, ((peer, source), target), None)
     else:
         parts.rebuild.take(attempt_id)
@@ -352,7 +354,7 @@ def _stop(parts: Parts, now_ns: int, attempt_id: AttemptId) -> None:
         absent.half, absent.num_blocks = Role.PREFILL, 0
         writing.state = LegState.ACTIVE
         attempt = _open(parts, now_ns, writing, absent, lease_id=target[1].lease_id)
-        _lease(parts, now_ns, Side.RESERVED, target[1], target[0])
+        _lease(parts, now_ns, attempt, Side.RESERVED, target[1].num_blocks)
     close_attempt(parts, now_ns, attempt, UNKNOWN_ATTEMPT)
 
 

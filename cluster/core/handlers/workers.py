@@ -51,6 +51,8 @@ def on_worker_hello(parts: Parts, now_ns: int, sender: WorkerId, message: Worker
         parts.timers.set(_silence_timer(sender), now_ns + parts.heartbeat_timeout_ns)
     heartbeat_ms = parts.heartbeat_timeout_ns // NS_PER_MS // HEARTBEATS_PER_TIMEOUT
     parts.outbox.to_worker(sender, WorkerWelcome(heartbeat_ms=max(1, min(heartbeat_ms, MAX_HEARTBEAT_MS))))
+    for peer in message.fenced:
+        lose_worker(parts, now_ns, peer, f"{sender} has fenced it")
     rebuilding.on_inventory(parts, now_ns, sender, message.inventory)
 
 

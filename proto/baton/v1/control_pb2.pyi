@@ -1027,6 +1027,7 @@ class WorkerHello(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    FENCED_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     role: Global___Role.ValueType
     host: _builtins.str
@@ -1047,6 +1048,8 @@ class WorkerHello(_message.Message):
     def load(self) -> Global___WorkerLoad: ...
     @_builtins.property
     def inventory(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldLeg]: ...
+    @_builtins.property
+    def fenced(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProcessId]: ...
     def __init__(
         self,
         *,
@@ -1066,10 +1069,11 @@ class WorkerHello(_message.Message):
         metrics_address: _builtins.str = ...,
         engine: _builtins.str = ...,
         epoch: _builtins.int = ...,
+        fenced: _abc.Iterable[Global___ProcessId] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "block_size_bytes", b"block_size_bytes", "compatibility", b"compatibility", "compatibility_details", b"compatibility_details", "engine", b"engine", "epoch", b"epoch", "host", b"host", "inventory", b"inventory", "load", b"load", "max_model_tokens", b"max_model_tokens", "metrics_address", b"metrics_address", "model", b"model", "pid", b"pid", "pool", b"pool", "ref", b"ref", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "block_size_bytes", b"block_size_bytes", "compatibility", b"compatibility", "compatibility_details", b"compatibility_details", "engine", b"engine", "epoch", b"epoch", "fenced", b"fenced", "host", b"host", "inventory", b"inventory", "load", b"load", "max_model_tokens", b"max_model_tokens", "metrics_address", b"metrics_address", "model", b"model", "pid", b"pid", "pool", b"pool", "ref", b"ref", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
