@@ -10,7 +10,7 @@ from typing import Final
 from cluster.agent.legs import Leg, LegKind, LegTable, Phase
 from cluster.agent.outbox import Outbox
 from cluster.core.ids import LegStage, Role, WorkerId
-from cluster.core.messages import HeldLeg, LeaseInfo
+from cluster.core.reports import HeldLeg, LeaseInfo
 
 _STAGES: Final = {
     Phase.RESERVED: LegStage.RESERVED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.core.ids import WorkerId
-from cluster.core.messages import LinkReport
+from cluster.core.reports import LinkReport
 from kv_transfer.transport.base import PeerId
 
 

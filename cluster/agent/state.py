@@ -28,7 +28,6 @@ from cluster.core.messages import (
     CancelLeg,
     CommandBody,
     Heartbeat,
-    LinkReport,
     PeerLost,
     Prefill,
     Reserve,
@@ -42,6 +41,7 @@ from cluster.core.messages import (
     WorkerRefused,
     WorkerWelcome,
 )
+from cluster.core.reports import LinkReport
 from cluster.core.token_messages import Forget
 from engine.core.block_pool import BlockPool
 from engine.core.request import RequestBody

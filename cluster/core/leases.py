@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cluster.core.ids import AttemptId, WorkerId
-from cluster.core.messages import LeaseInfo
+from cluster.core.reports import LeaseInfo
 
 
 class Side(Enum):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cluster.core.ids import WorkerId
 from cluster.core.limits import SLOW_LINK_FRACTION
-from cluster.core.messages import LinkReport
+from cluster.core.reports import LinkReport
 
 PoolPair = tuple[str, str]
 """The writer's pool and the peer's."""

@@ -11,7 +11,7 @@ import dataclasses
 
 from cluster.core.ids import AttemptId, LegStage, WorkerId
 from cluster.core.limits import MAX_LATE_TICK_NS, REBUILD_WINDOW_NS
-from cluster.core.messages import HeldLeg
+from cluster.core.reports import HeldLeg
 
 
 class RebuildWindow:

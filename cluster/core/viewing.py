@@ -5,8 +5,8 @@ from __future__ import annotations
 from cluster.core.handlers.ending import current_attempt
 from cluster.core.leases import Lease
 from cluster.core.limits import HEARTBEATS_PER_TIMEOUT, NS_PER_MS
-from cluster.core.messages import LeaseInfo
 from cluster.core.parts import Parts
+from cluster.core.reports import LeaseInfo
 from cluster.core.requests import PLACED_PHASES, Request
 from cluster.core.views import ClusterView, LeaseView, PoolView, RequestView, WorkerView
 from cluster.core.workers import Worker

@@ -27,7 +27,6 @@ from cluster.core.messages import (
     AttemptFailed,
     CancelRequest,
     EndRequest,
-    LiveRequest,
     Placed,
     Refused,
     RequestDone,
@@ -35,6 +34,7 @@ from cluster.core.messages import (
     StreamLost,
     Submit,
 )
+from cluster.core.reports import LiveRequest
 from cluster.core.token_messages import PROMPT_CHOICE, TokenInfo, TokenRun
 from cluster.front.request_answers import Answer, Answers, Track
 from cluster.front.request_effects import (

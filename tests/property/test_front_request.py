@@ -265,7 +265,7 @@ class FrontRequestMachine(RuleBasedStateMachine):
 
     @rule(lost=st.booleans())
     def coordinator_stream(self, lost: bool) -> None:
-        self.handle(events.CoordinatorLost() if lost else events.CoordinatorRegained())
+        self.handle(events.CoordinatorLost() if lost else events.CoordinatorRegained(epoch=1))
 
     # ---- the workers -------------------------------------------------------------------------------------------
 
@@ -385,7 +385,7 @@ class FrontRequestMachine(RuleBasedStateMachine):
         """Whatever has happened, one attempt that goes well brings the request to its one end."""
         if not hasattr(self, "request"):
             return
-        self.handle(events.CoordinatorRegained())
+        self.handle(events.CoordinatorRegained(epoch=1))
         for _ in range(2):  # the first may run from too few ids, and is then asked for again
             self.place(True, 0)
             attempt = self.attempts[-1]

@@ -28,6 +28,7 @@ from cluster.core.messages import (
     WorkerMessage,
     WorkerRef,
 )
+from cluster.core.reports import HeldLeg
 from cluster.core.state import ClusterState
 
 MS = 1_000_000
@@ -62,7 +63,9 @@ def make_hello(
     compatibility: str = "layout-a",
     pool: str | None = None,
     block_size: int = 16,
-    inventory: tuple[AttemptId, ...] = (),
+    inventory: tuple[HeldLeg, ...] = (),
+    fenced: tuple[WorkerId, ...] = (),
+    epoch: int = 0,
     **load: float,
 ) -> WorkerHello:
     endpoint = RankEndpoint(rank=0, transport="loopback", endpoint=str(worker).encode())
@@ -80,6 +83,8 @@ def make_hello(
         max_model_tokens=1024,
         load=make_load(num_blocks, **load),
         inventory=inventory,
+        fenced=fenced,
+        epoch=epoch,
     )
 
 
@@ -172,7 +177,7 @@ class Bench:
         told = []
         for effect in self.effects:
             if isinstance(effect, ToWorker) and effect.worker == worker:
-                assert effect.command.worker == worker and effect.command.epoch == 3
+                assert effect.command.worker == worker and effect.command.epoch >= 3
                 told.append(effect.command.body)
         return told
 

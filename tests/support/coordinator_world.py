@@ -25,7 +25,6 @@ from cluster.core.messages import (
     FrontHello,
     FrontMessage,
     Heartbeat,
-    LeaseInfo,
     LegFailed,
     LegReleased,
     PeerFenced,
@@ -47,6 +46,7 @@ from cluster.core.messages import (
     WorkerMessage,
     WorkerRefused,
 )
+from cluster.core.reports import LeaseInfo
 from cluster.core.state import ClusterState
 from tests.support.coordinator import MS, TIMELINE, make_config, make_hello, make_load
 

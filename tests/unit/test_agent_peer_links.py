@@ -6,7 +6,7 @@ from cluster.agent import events as ev
 from cluster.agent.peer_links import PeerLinks
 from cluster.agent.transport_port import TransportPort
 from cluster.core.ids import WorkerId
-from cluster.core.messages import LinkReport
+from cluster.core.reports import LinkReport
 from kv_transfer.protocol.layout import KVLayout, LayerGroup
 from kv_transfer.transport.auto import AutoTransport
 from kv_transfer.transport.auto_peer import LinkInfo

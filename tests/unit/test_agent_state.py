@@ -9,7 +9,7 @@ import pytest
 
 from cluster.agent import events as ev
 from cluster.agent.limits import AgentLimits
-from cluster.core.ids import AttemptId, FrontId, Outcome, WorkerId
+from cluster.core.ids import AttemptId, FrontId, LegStage, Outcome, Role, WorkerId
 from cluster.core.messages import (
     BlockEvents,
     CancelLeg,
@@ -17,7 +17,6 @@ from cluster.core.messages import (
     Heartbeat,
     LegFailed,
     LegReleased,
-    LinkReport,
     PeerFenced,
     PeerLost,
     Reserve,
@@ -29,6 +28,7 @@ from cluster.core.messages import (
     WorkerRefused,
     WorkerWelcome,
 )
+from cluster.core.reports import HeldLeg, LinkReport
 from cluster.core.token_messages import Forget, Watch
 from engine.core.block_hash import ROOT_HASH, extra_key, hash_blocks
 from engine.core.request import RequestBody
@@ -552,7 +552,9 @@ def test_reconnect_announces_what_is_held() -> None:
     world.decode.end_step()
     world.decode.handle(ev.CoordinatorConnected())
     hello = world.messages[-1][1]
-    assert isinstance(hello, WorkerHello) and hello.inventory == (request.attempt,)
+    assert isinstance(hello, WorkerHello) and hello.inventory == (
+        HeldLeg(attempt=request.attempt, half=Role.DECODE, stage=LegStage.RUNNING),
+    )
 
 
 def block_events(world: World, worker: WorkerId) -> list[BlockEvents]:

@@ -12,7 +12,10 @@ from cluster.core.effects import WarnOfLink
 from cluster.core.ids import Role, WorkerId
 from cluster.core.limits import SLOW_LINK_FRACTION
 from cluster.core.links import Link, LinkTable
-from cluster.core.messages import Heartbeat, LinkReport
+from cluster.core.messages import (
+    Heartbeat,
+)
+from cluster.core.reports import LinkReport
 from cluster.core.state import ClusterState
 from cluster.live.driver import Driver
 from tests.support.coordinator import D0, D1, P0, P1, Bench, make_config, make_hello, make_load

@@ -6,26 +6,11 @@ from cluster.core.events import Tick
 from cluster.core.ids import AttemptId, Outcome
 from cluster.core.messages import (
     AttemptFailed,
-    EndRequest,
     Finished,
-    FrontHello,
-    FrontWelcome,
-    LiveRequest,
     Resubmit,
     RunLocal,
 )
-from tests.support.coordinator import D0, FRONT, MS, TIMELINE, Bench, make_config, only
-
-
-def test_a_request_that_was_never_placed_is_not_ended_when_its_front_announces_it() -> None:
-    """The front submits it again once it is welcome; an EndRequest would cross that Submit and leave it orphaned."""
-    bench = Bench()
-    placed = LiveRequest(request_id="placed", attempt=2, num_delivered=1)
-    waiting = LiveRequest(request_id="waiting", attempt=0, num_delivered=0)
-    bench.front_says(FrontHello(front=FRONT, address="f:1", live=(placed, waiting)))
-    welcome, *ends = bench.said()
-    assert isinstance(welcome, FrontWelcome)
-    assert [end.request_id for end in ends if isinstance(end, EndRequest)] == ["placed"]
+from tests.support.coordinator import D0, MS, TIMELINE, Bench, make_config, only
 
 
 def test_attempts_of_a_request_submitted_again_go_on_counting() -> None:

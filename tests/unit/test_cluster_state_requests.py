@@ -16,7 +16,6 @@ from cluster.core.messages import (
     Finished,
     FrontHello,
     FrontWelcome,
-    LiveRequest,
     Placed,
     Prefill,
     PrefillDone,
@@ -30,6 +29,7 @@ from cluster.core.messages import (
     StreamLost,
     Submit,
 )
+from cluster.core.reports import LiveRequest
 from tests.support.coordinator import D0, D1, FRONT, P0, TIMELINE, Bench, make_config, only
 
 R1 = AttemptId("r", 1)
@@ -404,15 +404,15 @@ def test_a_later_life_of_a_front_ends_the_one_before() -> None:
     assert bench.effects == [], "an older life is not welcome"
 
 
-def test_requests_a_front_still_serves_after_it_was_cut_off_are_ended() -> None:
+def test_requests_a_front_still_serves_after_it_was_cut_off_are_tried_again() -> None:
     bench = _bench()
     bench.run_to_decoding()
     bench.front_gone()
-    live = LiveRequest(request_id="r", attempt=1, num_delivered=2)
+    live = LiveRequest(request_id="r", attempt=1, is_running=True, num_prompt_tokens=40, max_tokens=8, num_delivered=2)
     bench.front_says(FrontHello(front=FRONT, address="f:1", live=(live,)))
-    welcome, end = bench.said()
-    assert isinstance(welcome, FrontWelcome)
-    assert isinstance(end, EndRequest) and (end.request_id, end.outcome) == ("r", Outcome.WORKER_LOST)
+    welcome, failed = bench.said()
+    assert isinstance(welcome, FrontWelcome) and bench.phase() == "waiting_front"
+    assert isinstance(failed, AttemptFailed) and failed.attempt == R1
 
 
 # ---- a failed attempt -----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.core.ids import AttemptId, Outcome, Role, WorkerId
+from cluster.core.ids import AttemptId, LegStage, Outcome, Role, WorkerId
 from cluster.core.limits import MAX_HEARTBEAT_MS
 from cluster.core.messages import (
     AttemptFailed,
@@ -17,7 +17,6 @@ from cluster.core.messages import (
     EndRequest,
     Finished,
     Heartbeat,
-    LeaseInfo,
     LegFailed,
     PeerFenced,
     PeerLost,
@@ -31,6 +30,7 @@ from cluster.core.messages import (
     WorkerRefused,
     WorkerWelcome,
 )
+from cluster.core.reports import HeldLeg, LeaseInfo
 from tests.support.coordinator import D0, D1, P0, P1, TIMELINE, Bench, make_config, make_hello, make_load, only
 
 R1 = AttemptId("r", 1)
@@ -129,7 +129,9 @@ def test_a_second_hello_changes_nothing() -> None:
 
 def test_attempts_in_a_new_workers_inventory_are_cancelled() -> None:
     bench = Bench()
-    bench.worker_says(D0, make_hello(D0, Role.DECODE, inventory=(R1,)))
+    bench.worker_says(
+        D0, make_hello(D0, Role.DECODE, inventory=(HeldLeg(attempt=R1, half=Role.DECODE, stage=LegStage.RUNNING),))
+    )
     welcome, cancel = bench.commands(D0)
     assert isinstance(welcome, WorkerWelcome) and isinstance(cancel, CancelLeg) and cancel.attempt == R1
 

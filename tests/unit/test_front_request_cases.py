@@ -9,7 +9,6 @@ from cluster.core.messages import (
     CancelRequest,
     EndRequest,
     LegTimeline,
-    LiveRequest,
     Refused,
     RequestDone,
     Resubmit,
@@ -267,8 +266,10 @@ def test_a_lost_coordinator_does_not_disturb_what_runs() -> None:
     driver.run(P, 0, 10)
     driver.handle(events.CoordinatorLost(), 10)
     assert driver.request.next_deadline_ns() is None
-    assert driver.request.live() == LiveRequest(request_id="r", attempt=1, num_delivered=1)
-    assert driver.handle(events.CoordinatorRegained(), 20) == []
+    live = driver.request.live(15 * MS)
+    assert live is not None and live.is_running
+    assert (live.request_id, live.attempt, live.num_delivered, live.num_failures) == ("r", 1, 1, 0)
+    assert driver.handle(events.CoordinatorRegained(epoch=2), 20) == []
     assert end(driver.run(D, 1, 11, finish=Outcome.STOP)).outcome is Outcome.STOP
 
 
@@ -278,10 +279,17 @@ def test_what_waits_for_the_coordinator_asks_again_or_gives_up() -> None:
     driver.handle(events.CoordinatorLost(), 10)
     driver.handle(events.CoordinatorLost(), 50)
     assert driver.request.next_deadline_ns() == 110 * MS
-    assert isinstance(sent(driver.handle(events.CoordinatorRegained(), 60))[0], Submit)
+    assert driver.request.live(55 * MS) is None, "it was never placed, and is submitted again"
+    assert isinstance(sent(driver.handle(events.CoordinatorRegained(epoch=1), 60))[0], Submit)
     driver.fail(1)
     driver.handle(events.CoordinatorLost(), 70)
-    assert isinstance(sent(driver.handle(events.CoordinatorRegained(), 80))[0], Resubmit)
+    again = sent(driver.handle(events.CoordinatorRegained(epoch=1), 80))[0]
+    assert isinstance(again, Resubmit) and again.attempt_floor == 0
+    driver.handle(events.CoordinatorLost(), 82)
+    live = driver.request.live(83 * MS)
+    assert live is not None and not live.is_running and live.num_failures == 1
+    again = sent(driver.handle(events.CoordinatorRegained(epoch=2), 84))[0]
+    assert isinstance(again, Resubmit) and again.attempt_floor > 1, "the earlier life may have begun others"
     driver.handle(events.CoordinatorLost(), 90)
     assert end(driver.handle(events.Tick(), 190)).outcome is Outcome.WORKER_LOST
 

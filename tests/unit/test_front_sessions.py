@@ -25,6 +25,7 @@ class Link:
     """A coordinator that is there and keeps what it is told."""
 
     is_up = True
+    epoch = 1
 
     def __init__(self) -> None:
         self.sent: list[Any] = []

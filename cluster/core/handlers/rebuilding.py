@@ -29,15 +29,14 @@ from cluster.core.messages import (
     Committed,
     EndRequest,
     Finished,
-    HeldLeg,
     LegFailed,
     LegReleased,
-    LiveRequest,
     PrefillDone,
     Refused,
     WorkerMessage,
 )
 from cluster.core.parts import Parts
+from cluster.core.reports import HeldLeg, LiveRequest
 from cluster.core.requests import Failure, Phase, Request
 from cluster.core.timers import TimerKey, TimerKind
 from cluster.policy.placement import Demand, demand_of

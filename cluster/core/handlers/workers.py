@@ -18,7 +18,6 @@ from cluster.core.messages import (
     BlockEvents,
     CancelLeg,
     Heartbeat,
-    LinkReport,
     PeerFenced,
     PeerLost,
     SendBlockSnapshot,
@@ -27,6 +26,7 @@ from cluster.core.messages import (
     WorkerWelcome,
 )
 from cluster.core.parts import Parts
+from cluster.core.reports import LinkReport
 from cluster.core.requests import Failure, Phase
 from cluster.core.timers import TimerKey, TimerKind
 from cluster.core.workers import Worker
