@@ -487,5 +487,10 @@ class FrontRequest:
         )
 
 
+def ended_meanwhile(request_id: str) -> CancelRequest:
+    """For a coordinator that has just heard, or still thinks, that the request is running, when it is not."""
+    return CancelRequest(request_id=request_id, outcome=Outcome.CANCELLED, reason="the request has ended")
+
+
 def _is_due(due_ns: int | None, now_ns: int) -> bool:
     return due_ns is not None and due_ns <= now_ns

@@ -12,14 +12,15 @@ from collections.abc import Callable
 from cluster.core.errors import DuplicateRequestError
 from cluster.core.ids import FrontId, Outcome, WorkerId
 from cluster.core.limits import NS_PER_S
-from cluster.core.messages import CancelRequest, EndRequest, FrontHello, FrontWelcome, Refused, ToFrontMessage
+from cluster.core.messages import EndRequest, FrontHello, FrontWelcome, Refused, ToFrontMessage
+from cluster.core.reports import LiveRequest
 from cluster.core.token_messages import TokenBatch
 from cluster.front import request_effects as effects
 from cluster.front import request_events as events
 from cluster.front.client_output import MAX_WAITING_TOKENS, ClientOutput
 from cluster.front.coordinator_link import CoordinatorLink
 from cluster.front.output_text import OutputText
-from cluster.front.request import FrontRequest
+from cluster.front.request import FrontRequest, ended_meanwhile
 from cluster.front.request_spec import RequestLimits, RequestSpec
 from cluster.front.worker_streams import WorkerStreams
 from kv_transfer.protocol.lease import Recent
@@ -69,6 +70,8 @@ class Sessions:
         """By cluster id."""
         self._cluster_ids: dict[str, str] = {}
         """Of the running requests, by the id that their clients know."""
+        self._announced: tuple[LiveRequest, ...] = ()
+        """What the latest hello said; some may have ended before it was answered."""
         self._used_ids: Recent[str, None] = Recent(MAX_USED_IDS)
 
     # ---- clients -----------------------------------------------------------------------------------------------
@@ -117,10 +120,13 @@ class Sessions:
     def hello(self) -> FrontHello:
         now_ns = self._clock_ns()
         announced = (session.request.live(now_ns) for session in self._sessions.values())
-        live = tuple(request for request in announced if request is not None)
+        live = self._announced = tuple(request for request in announced if request is not None)
         return FrontHello(front=self.front, address=self.address, live=live, epoch=self.link.epoch)
 
     def coordinator_regained(self, epoch: int) -> None:
+        for announced in self._announced:
+            if announced.request_id not in self._sessions:
+                self.link.send(ended_meanwhile(announced.request_id))
         self._handle_all(events.CoordinatorRegained(epoch=epoch))
 
     def coordinator_lost(self) -> None:
@@ -135,8 +141,7 @@ class Sessions:
             self.handle(message.attempt.request_id, events.FromCoordinator(message=message))
         else:
             # It has ended here. The word of that is on its way, unless it was lost with an earlier stream.
-            request_id, reason = message.attempt.request_id, "the request has ended"
-            self.link.send(CancelRequest(request_id=request_id, outcome=Outcome.CANCELLED, reason=reason))
+            self.link.send(ended_meanwhile(message.attempt.request_id))
 
     # ---- workers -----------------------------------------------------------------------------------------------
 

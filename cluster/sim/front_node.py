@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from cluster.core.ids import FrontId, WorkerId
 from cluster.core.messages import FrontHello, FrontWelcome, ToFrontMessage, WorkerRef
+from cluster.core.reports import LiveRequest
 from cluster.core.token_messages import Forget, StreamHello, TokenBatch
 from cluster.front import request_effects as effects
 from cluster.front import request_events as events
-from cluster.front.request import FrontRequest
+from cluster.front.request import FrontRequest, ended_meanwhile
 from cluster.front.request_spec import RequestLimits, RequestSpec
 from cluster.sim.client import Client
 from cluster.sim.coordinator_node import ADDRESS, Envelope
@@ -60,6 +61,7 @@ class FrontNode:
         self._coordinator: StreamEnd | None = None
         """The stream once it is welcome; what is sent before that is dropped, and repeated then."""
         self._epoch = 0
+        self._announced: tuple[LiveRequest, ...] = ()
         self._dial_coordinator()
 
     @property
@@ -96,6 +98,7 @@ class FrontNode:
         stream.on_closed = self._coordinator_failed
         now_ns = self.process.now_ns()
         live = tuple(live for request in self.requests if (live := request.live(now_ns)) is not None)
+        self._announced = live
         hello = FrontHello(front=self.front, address=self.process.name, live=live, epoch=self._epoch)
         stream.send(Envelope(message=hello))
 
@@ -107,6 +110,9 @@ class FrontNode:
     def _coordinator_said(self, stream: StreamEnd, message: ToFrontMessage) -> None:
         if isinstance(message, FrontWelcome):
             self._coordinator, self._epoch = stream, message.epoch
+            for announced in self._announced:
+                if announced.request_id not in self._live:
+                    stream.send(Envelope(message=ended_meanwhile(announced.request_id)))
             self._handle_all(events.CoordinatorRegained(epoch=message.epoch))
             return
         attempt = getattr(message, "attempt", None)

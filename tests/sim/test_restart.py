@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.core.handlers import rebuilding
 from cluster.core.ids import Outcome
 from cluster.core.rebuild import RebuildWindow
 from cluster.core.requests import RequestTable
@@ -22,7 +21,8 @@ from tests.sim.worlds import ANSWERED, ARRIVAL_NS, FAMILIES, ask, count, fault, 
 DOWN_MS = 300
 SLOW = StepCost(base_ns=60 * MILLISECOND_NS)
 """Answers that outlast the coordinator's absence, and the window after it."""
-SLOW_LINK = 60_000
+SLOW_LINK = 2_000_000
+"""Nanoseconds a byte: a push lasts for longer than it takes to come back to the coordinator."""
 each_family = pytest.mark.parametrize("family", FAMILIES)
 each_cost = pytest.mark.parametrize("cost", [StepCost(), SLOW], ids=["quick", "slow"])
 
@@ -85,7 +85,7 @@ def test_a_push_that_is_under_way_goes_on(family: Family) -> None:
         ask(num_prompt_tokens=40),
         faults=(fault(FaultKind.CRASH, ARRIVAL_NS + 10 * MILLISECOND_NS, "coordinator", duration_ns=MILLISECOND_NS),),
         family=family,
-        cost=SLOW,
+        link_ns_per_byte=SLOW_LINK,
         restart_ns=MILLISECOND_NS,
     )
     run_until(world, lambda: world.coordinator.process.incarnation == 2)
@@ -186,8 +186,8 @@ def test_attempts_that_are_numbered_anew(monkeypatch: pytest.MonkeyPatch) -> Non
     assert count(world, "LegFailed(") + count(world, "ReserveRefused(") == 0
     break_it(monkeypatch, RequestTable, "heard_of", lambda self, attempt_id: None)
     monkeypatch.setattr("cluster.front.request.MAX_ATTEMPTS_PER_LIFE", 0)
-    world = reserved_and_restarted()
-    assert count(world, "LegFailed(") + count(world, "ReserveRefused(") > 0 or count(world, "did not answer") > 0
+    with pytest.raises(AssertionError):
+        reserved_and_restarted()
 
 
 def reserved_and_restarted() -> World:
@@ -209,8 +209,17 @@ def test_a_sender_that_is_said_to_have_stopped_before_it_has(monkeypatch: pytest
         held = held_by_sender(self, attempt_id)  # type: ignore[arg-type]
         return {worker: leg for worker, leg in held.items() if worker.name != "p0"}
 
+    def damaged() -> World:
+        slow = fault(FaultKind.DATA, ARRIVAL_NS, "p0", duration_ns=SECOND_NS, detail="slow_write", amount=1.0)
+        death = fault(FaultKind.CRASH, ARRIVAL_NS + 12 * MILLISECOND_NS, "coordinator")
+        return make_world(
+            ask(num_prompt_tokens=40, max_tokens=14),
+            faults=(slow, death),
+            family=Family.REMOTE,
+            restart_ns=MILLISECOND_NS,
+        )
+
+    assert finish(damaged())[0].outcome in ANSWERED
     break_it(monkeypatch, RebuildWindow, "held", blind)
-    monkeypatch.setattr(rebuilding, "_resolve", lambda *arguments, **options: None)
     with pytest.raises(Violation, match="lands in block"):
-        for ms in range(4, 60, 2):
-            finish(restarted(ms, num_prefill=1, num_decode=1, link_ns_per_byte=SLOW_LINK, restart_ns=MILLISECOND_NS))
+        finish(damaged())

@@ -129,9 +129,8 @@ def test_a_second_hello_changes_nothing() -> None:
 
 def test_attempts_in_a_new_workers_inventory_are_cancelled() -> None:
     bench = Bench()
-    bench.worker_says(
-        D0, make_hello(D0, Role.DECODE, inventory=(HeldLeg(attempt=R1, half=Role.DECODE, stage=LegStage.RUNNING),))
-    )
+    held = HeldLeg(attempt=R1, half=Role.DECODE, stage=LegStage.RUNNING)
+    bench.worker_says(D0, make_hello(D0, Role.DECODE, inventory=(held,)))
     welcome, cancel = bench.commands(D0)
     assert isinstance(welcome, WorkerWelcome) and isinstance(cancel, CancelLeg) and cancel.attempt == R1
 
