@@ -24,10 +24,9 @@ from cluster.wire.channels import make_channel
 from decode_worker.profile import PROFILE
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
-from engine.core.step import StepPlan
-from engine.runner import Runner
 from kv_transfer.transport.shm_pool import PoolMemoryError
-from tests.support.engine_model import make_step, write_tiny_model
+from tests.support.engine_alone import engine_alone
+from tests.support.engine_model import write_tiny_model
 from tests.support.plain_cluster import ROOT, Answer, PlainCluster, WorkerProcess, greedy
 
 CONTEXT = 1024
@@ -46,33 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> Callable[[RequestBody], list[int]]:
-    return engine_alone(model)
-
-
-def engine_alone(model: Path) -> Callable[[RequestBody], list[int]]:
-    """What the engine alone draws, one sequence at a time and without chunks."""
-    runner = Runner.from_directory(model, "float32", CONTEXT // BLOCK_SIZE, BLOCK_SIZE, 1)
-    table = list(range(CONTEXT // BLOCK_SIZE))
-
-    def draw(body: RequestBody) -> list[int]:
-        output: list[int] = []
-        tokens, start = list(body.prompt_ids), 0
-        while len(output) < body.sampling.max_tokens:
-            step = make_step(
-                tokens,
-                start,
-                table,
-                sampling=body.sampling,
-                position=len(output),
-                prompt_ids=body.prompt_ids,
-                output_ids=output,
-            )
-            ((drawn,),) = runner.run(StepPlan(step_id=0, sequences=[step])).tokens
-            output.append(drawn.token_id)
-            tokens, start = [drawn.token_id], start + len(tokens)
-        return output
-
-    return draw
+    return engine_alone(model, CONTEXT)
 
 
 def prompt(num_tokens: int, salt: int = 0) -> list[int]:
@@ -181,7 +154,7 @@ def test_layers_of_a_prompt_are_pushed_while_the_others_are_computed(tmp_path: P
             await worker.ready()
         bodies = [greedy(prompt(n, salt=n), 8) for n in (1000, 1001, 1003, 17, 16, 1)]
         answers = [await cluster.answer(f"r{i}", body) for i, body in enumerate(bodies)]
-        wanted = await asyncio.to_thread(lambda: [engine_alone(model)(body) for body in bodies])
+        wanted = await asyncio.to_thread(lambda: [engine_alone(model, CONTEXT)(body) for body in bodies])
         assert [answer.tokens for answer in answers] == wanted
         decode = [answer.timelines["d0"] for answer in answers]
         block_size_bytes = 12 * 2 * 2 * BLOCK_SIZE * 16 * 4
