@@ -52,7 +52,7 @@ from kv_transfer.protocol.messages import Grant, PushArrived
 from kv_transfer.transport.base import PeerId
 
 RAN_ALREADY = "an attempt of that number has run here"
-"""A coordinator in a new life may count a request's attempts anew; the tokens of the two must not be mixed."""
+"""Numbers do not come twice; should one do, the tokens of the two must not be mixed."""
 
 
 class LegControl:
