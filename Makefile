@@ -67,7 +67,8 @@ soak-engine: kernels  ## 10,000 histories of scheduler and block pool, 1,000 on 
 	@BATON_SCHEDULER_HISTORIES=10000 BATON_MODEL_HISTORIES=1000 BATON_SHORT_REQUESTS=20000 \
 		$(BIN)/python -m pytest $(ENGINE_SOAK) --timeout 7200
 
-soak-push: kernels  ## 100 senders and receivers killed, and as many stopped, in mid-push, over every transport.
+soak-push: kernels  ## 10,000 histories of pushes; 100 senders and receivers killed, 100 stopped, over every transport.
+	@BATON_PUSH_HISTORIES=10000 $(BIN)/python -m pytest tests/property/test_push_histories.py -s --timeout 7200
 	@BATON_KILLED_PUSHES=100 BATON_KILLED_REMOTE_PUSHES=100 $(BIN)/python -m pytest tests/integration/test_push_killed.py -s --timeout 7200
 
 stubs: $(INSTALLED)  ## Regenerate the stubs beside the .proto files.
