@@ -164,11 +164,11 @@ class LoopbackHub:
     def connect(self, writer: PeerId, target: PeerId, endpoint: bytes) -> None:
         def arrive() -> None:
             if endpoint != endpoint_of(target):
-                self._emit(writer, ConnectFailed(peer=target, reason="this is not that worker's endpoint"))
+                self._emit(writer, ConnectFailed(peer=target, reason="this is not that life's endpoint"))
             elif self._fences.get((writer, target), False):
                 self._emit(writer, ConnectFailed(peer=target, reason="fenced"))
             elif self._life(target) is None or self._life(writer) is None:
-                self._emit(writer, ConnectFailed(peer=target, reason="that life is not there"))
+                self._emit(writer, ConnectFailed(peer=target, reason="no such life"))
             elif (writer, target) not in self._links:
                 self._links[writer, target] = self.now_ns
                 self._emit(writer, Connected(peer=target))
@@ -358,8 +358,7 @@ class LoopbackHub:
 
 
 def endpoint_of(peer: PeerId) -> bytes:
-    """A worker's address, which is the same in all its lives."""
-    return f"loopback:{peer.name}".encode()
+    return f"loopback:{peer.name}:{peer.incarnation}".encode()
 
 
 class LoopbackTransport:
