@@ -117,6 +117,7 @@ def num_held(worker: admin_pb2.WorkerStatus) -> int:
     return blocks.active + blocks.reserved + blocks.quarantined + worker.num_running + worker.num_waiting
 
 
+@pytest.mark.bad_day(22)
 def test_disaggregated_answers_equal_those_of_the_engine_alone(
     model: Path, tmp_path: Path, expected: Callable[[RequestBody], list[int]]
 ) -> None:
@@ -192,6 +193,7 @@ def test_layers_of_a_prompt_are_pushed_while_the_others_are_computed(tmp_path: P
     run(scenario, model, tmp_path)
 
 
+@pytest.mark.bad_day(11, 23)
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
 def test_killed_worker_costs_no_token(
     model: Path, tmp_path: Path, expected: Callable[[RequestBody], list[int]], victim: str
@@ -259,6 +261,7 @@ def test_workers_end_when_their_coordinator_does_not_come_back(model: Path, tmp_
     run(scenario, model, tmp_path)
 
 
+@pytest.mark.bad_day(25)
 def test_workers_import_neither_the_front_nor_the_tokenizer() -> None:
     """They would take memory that belongs to the pool."""
     script = (

@@ -1,7 +1,7 @@
 """Workers killed and stopped in mid-push, with real processes: who is left keeps its promises.
 
-Scenarios 1, 5, 7 and 16: blocks come back by deadline and fence, a restarted peer is taken as a new life, every end of
-a push is defined, and a sender whose receiver fails lets its blocks go.
+Blocks come back by deadline and fence, a restarted peer is taken as a new life, every end of a push is defined, and a
+sender whose receiver fails lets its blocks go.
 
 The sender is throttled, so that a signal lands between the first write and the commit; each test counts that it does.
 After each loss: nothing stays held, other requests' pushes arrive bit-equal, and blocks that were granted again keep
@@ -136,6 +136,7 @@ def check_share(num_landed: int, num_histories: int) -> None:
     assert num_landed >= int(MIN_LANDED_SHARE * num_histories)
 
 
+@pytest.mark.bad_day(1, 5, 7)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 def test_sender_is_lost_in_mid_push(fleet: Fleet, number: signal.Signals) -> None:
     delays = random.Random(1)
@@ -167,6 +168,7 @@ def test_sender_is_lost_in_mid_push(fleet: Fleet, number: signal.Signals) -> Non
     check_share(num_landed, fleet.num_histories)
 
 
+@pytest.mark.bad_day(5, 7, 16)
 def test_receiver_is_killed_in_mid_push(fleet: Fleet) -> None:
     delays = random.Random(2)
     num_landed = 0
@@ -190,6 +192,7 @@ def test_receiver_is_killed_in_mid_push(fleet: Fleet) -> None:
     check_share(num_landed, fleet.num_histories)
 
 
+@pytest.mark.bad_day(7, 16)
 def test_receiver_is_stopped_in_mid_push(fleet: Fleet) -> None:
     """Both leases run out, each on its side's own clock, and a receiver that wakes up gives back what it reserved.
 

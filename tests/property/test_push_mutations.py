@@ -26,6 +26,7 @@ def first_failure() -> str:
     pytest.fail(f"{NUM_PUSH_HISTORIES} histories did not notice")
 
 
+@pytest.mark.bad_day(4)
 def test_a_commit_that_does_not_look_at_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     def commit_blindly(self: BlockPool, blocks: Any) -> None:
         for block_id, _generation in blocks:
@@ -36,6 +37,7 @@ def test_a_commit_that_does_not_look_at_generations(monkeypatch: pytest.MonkeyPa
     assert "somebody else's is committed" in first_failure()
 
 
+@pytest.mark.bad_day(4, 20)
 def test_checksums_that_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     on_verified = PushReceiver.on_verified
 
@@ -46,6 +48,7 @@ def test_checksums_that_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "wrong bytes" in first_failure()
 
 
+@pytest.mark.bad_day(1, 7)
 def test_blocks_that_are_freed_without_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender has not answered in time; whether it still writes is not known."""
     fence = PushReceiver.fence
@@ -75,6 +78,7 @@ def test_a_fence_that_does_not_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "lands in block" in first_failure()
 
 
+@pytest.mark.bad_day(5)
 def test_lives_at_one_address_that_are_not_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever answers at the address is taken for the life that a grant names."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cluster.agent import events as ev
 from cluster.agent.peer_links import PeerLinks
 from cluster.agent.transport_port import TransportPort
@@ -48,6 +50,7 @@ class FakeTransport(AutoTransport):
         return {ONE: "shm", OTHER: "nixl"}[peer]
 
 
+@pytest.mark.bad_day(14)
 def test_the_port_tells_what_connects_and_how_fast() -> None:
     posted: list[ev.Event] = []
     TransportPort(FakeTransport(), LAYOUT, checksums=True, post=posted.append).poll()

@@ -232,6 +232,7 @@ def test_many_requests_share_both_workers() -> None:
 # ---- cancelling --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.bad_day(6, 7)
 @pytest.mark.parametrize("local", [False, True])
 def test_cancel_after_any_number_of_events_leaves_nothing(local: bool) -> None:
     for num_events in range(200):
@@ -300,6 +301,7 @@ def test_corrupt_block_is_written_again() -> None:
     finish(world, request)
 
 
+@pytest.mark.bad_day(4, 20)
 @pytest.mark.parametrize(
     "change",
     [
@@ -327,6 +329,7 @@ def test_push_of_something_else_than_was_asked_for_is_not_committed(change: dict
     finish(world, request)
 
 
+@pytest.mark.bad_day(11, 15)
 def test_unreachable_peer_fails_the_attempt_on_both_sides() -> None:
     world = World()
     request = world.submit("r", body())
@@ -360,6 +363,7 @@ def test_write_that_may_still_land_is_never_reported_as_stopped() -> None:
     finish(world, request)
 
 
+@pytest.mark.bad_day(1)
 def test_silent_sender_loses_its_lease_and_is_fenced() -> None:
     world = World()
     request = world.submit("r", body())

@@ -114,6 +114,7 @@ def beat(bench: Bench, writer: WorkerId, **links: float) -> list[str]:
     return [str(effect.link) for effect in effects if isinstance(effect, WarnOfLink)]
 
 
+@pytest.mark.bad_day(14)
 def test_the_coordinator_warns_once_and_shows_what_there_is() -> None:
     bench = Bench()
     bench.join(P0, P1, D0, D1)
@@ -141,6 +142,7 @@ def test_links_of_workers_that_are_lost_or_unknown_are_not_shown() -> None:
     assert bench.state.status(bench.now_ns).links == ()
 
 
+@pytest.mark.bad_day(14)
 def test_the_driver_logs_a_slow_link_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         driver = Driver(ClusterState(make_config(), epoch=3), lambda worker, reason: None)
