@@ -234,6 +234,11 @@ class Pushes:
         deadlines = (self._sender.next_deadline_ns(), self._receiver.next_deadline_ns())
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
+    @property
+    def num_leases(self) -> int:
+        """Pushes of which anything is reserved or held here."""
+        return self._sender.num_pushes + self._receiver.num_pushes
+
     def leases(self, now_ns: int) -> tuple[LeaseInfo, ...]:
         views = [*self._sender.leases(now_ns), *self._receiver.leases(now_ns)]
         return tuple(self._lease_info(view) for view in views)

@@ -292,9 +292,12 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
+    """`is_leaving`: the worker has been asked to stop; it ends once its pushes have, and must get no new work."""
+
     load: WorkerLoad
     leases: tuple[LeaseInfo, ...] = ()
     links: tuple[LinkReport, ...] = ()
+    is_leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

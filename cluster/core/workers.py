@@ -32,6 +32,7 @@ class Worker:
     num_promised_blocks: int = 0
     num_unread_tokens: int = 0
     num_unreported_tokens: int = 0
+    is_leaving: bool = False
 
     @property
     def id(self) -> WorkerId:
@@ -130,7 +131,7 @@ class WorkerRegistry:
         return self._by_name.get(name)
 
     def with_role(self, role: Role) -> dict[str, Worker]:
-        """By name; not to be changed."""
+        """Those that may be given work, by name; not to be changed."""
         return self._by_role[role]
 
     def all(self) -> tuple[Worker, ...]:
@@ -165,6 +166,11 @@ class WorkerRegistry:
         self._by_role[worker.role][worker.id.name] = worker
         return worker
 
+    def retire(self, worker: Worker) -> None:
+        """It is about to leave: from now on nothing is placed on it, and what it has goes on."""
+        worker.is_leaving = True
+        self._by_role[worker.role].pop(worker.id.name, None)
+
     def lose(self, worker_id: WorkerId) -> Worker | None:
         """Marks that life as lost for good and removes it. Returns it if it was registered."""
         newest = max(worker_id.incarnation, self._lost.pop(worker_id.name, -1))
@@ -174,14 +180,15 @@ class WorkerRegistry:
         worker = self.get(worker_id)
         if worker is not None:
             del self._by_name[worker_id.name]
-            del self._by_role[worker.role][worker_id.name]
+            self._by_role[worker.role].pop(worker_id.name, None)
         return worker
 
     def check_invariants(self) -> None:
-        assert len(self._by_name) == sum(len(workers) for workers in self._by_role.values())
+        num_leaving = sum(worker.is_leaving for worker in self._by_name.values())
+        assert len(self._by_name) == num_leaving + sum(len(workers) for workers in self._by_role.values())
         for name, worker in self._by_name.items():
             assert worker.id.name == name
-            assert self._by_role[worker.role].get(name) is worker
+            assert self._by_role[worker.role].get(name) is (None if worker.is_leaving else worker)
             assert not self.is_lost(worker.id) or self._lost[name] > worker.id.incarnation
             worker.check_invariants()
 

@@ -167,6 +167,10 @@ class WorkerNode:
 
         self.process.after(int(self._random.random() * MAX_VERIFY_NS), sum_blocks)
 
+    def leave(self) -> None:
+        """What a process does on SIGTERM."""
+        self.handle(events.LeaveRequested())
+
     # ---- the state machine ------------------------------------------------------------------------------------
 
     def handle(self, event: events.Event) -> None:

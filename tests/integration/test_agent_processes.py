@@ -216,6 +216,28 @@ def test_killed_worker_costs_no_token(
     run(scenario, model, tmp_path)
 
 
+@pytest.mark.bad_day(8)
+def test_stopped_prefill_worker_leaves_in_order_and_costs_no_token(
+    model: Path, tmp_path: Path, expected: Callable[[RequestBody], list[int]]
+) -> None:
+    """It may take its time for the push (how much of it, tests/sim/test_scenarios.py shows) and then ends well."""
+
+    async def scenario(cluster: PlainCluster) -> None:
+        workers = await start(cluster)
+        body = greedy(prompt(400), 20)
+        answer = cluster.front.submit("r", body)
+        async with asyncio.timeout(DEADLINE_S):
+            while not answer.workers:
+                await asyncio.sleep(0.0005)
+            assert await workers["p0"].stop(signal.SIGTERM) == 0
+            await answer.done.wait()
+        assert answer.outcome is Outcome.LENGTH, answer.reason
+        assert answer.tokens == await asyncio.to_thread(expected, body)
+        await nothing_held(cluster)
+
+    run(scenario, model, tmp_path)
+
+
 def test_paused_prefill_worker_is_ended_and_the_request_recomputed(
     model: Path, tmp_path: Path, expected: Callable[[RequestBody], list[int]]
 ) -> None:

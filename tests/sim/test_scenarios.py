@@ -6,6 +6,7 @@ The numbers in their marks are those of docs/bad-days.md. What needs real proces
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from cluster.sim.checks import held
 from cluster.sim.engine_model import StepCost
 from cluster.sim.fabric import Family
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
-from cluster.sim.scenario import SIM_PUSH_LIMITS, FaultKind
+from cluster.sim.scenario import SIM_AGENT_LIMITS, SIM_PUSH_LIMITS, FaultKind
 from cluster.sim.shape import worker_config
 from cluster.sim.world import World
 from engine.core.planning import StepBuilder
@@ -186,6 +187,60 @@ def test_a_request_is_killed_at_every_moment_of_its_life(family: Family, is_loca
         assert first.outcome is not None and second.outcome in ANSWERED
         num_ends[first.outcome] += 1
     assert num_ends[Outcome.CANCELLED] > 10 and num_ends[Outcome.LENGTH] > 5, num_ends
+
+
+def stop_prefill(step: int, **fields: Any) -> World:
+    """A request whose push takes a quarter of a second, and a SIGTERM for its prefill worker at some moment of it."""
+    world = make_world(ask(num_prompt_tokens=40), max_attempts=1, link_ns_per_byte=10 * SLOW_LINK, seed=step, **fields)
+    world.kernel.run_until(ARRIVAL_NS + 10 * step * MILLISECOND_NS)
+    node = world.worker("p0")
+    assert node is not None
+    node.leave()
+    run_until(world, lambda: not node.process.alive, limit_ns=4 * SECOND_NS)
+    return world
+
+
+@pytest.mark.bad_day(8)
+@each_family
+def test_a_prefill_worker_that_is_stopped_waits_until_its_kv_is_taken_over(family: Family) -> None:
+    """At every moment of a push: the worker is gone, and the request's only attempt ends well."""
+    for step in range(1, 40, 2):
+        world = stop_prefill(step, family=family)
+        assert_answered(world)
+        assert count(world, "LegFailed") == 0
+    hasty = dataclasses.replace(SIM_AGENT_LIMITS, max_leave_ns=1, leave_notice_ns=1)
+    world = stop_prefill(9, family=family, agent_limits=hasty)
+    run_until(world, lambda: world.clients[0].has_ended)
+    assert count(world, "LegFailed") > 0, "a worker that did not wait would not be noticed"
+
+
+@pytest.mark.bad_day(8)
+def test_a_worker_that_leaves_is_given_no_new_work() -> None:
+    requests = [ask(index, arrival_ns=ARRIVAL_NS + index * 10 * MILLISECOND_NS) for index in range(20)]
+    world = make_world(*requests, num_prefill=2, max_attempts=1, restart_ns=LONG_NS)
+    world.kernel.run_until(ARRIVAL_NS + 35 * MILLISECOND_NS)
+    node = world.worker("p0")
+    assert node is not None
+    node.leave()
+    world.kernel.run_until(world.kernel.now_ns + 5 * MILLISECOND_NS)
+    num_given = count(world, "-> p0#1", "Prefill(")
+    world.kernel.run_until(ARRIVAL_NS + SECOND_NS)
+    assert not node.process.alive and count(world, "-> p0#1", "Prefill(") == num_given
+    assert [client.outcome in ANSWERED for client in world.clients] == [True] * 20
+    assert count(world, "LegFailed") == 0
+
+
+@pytest.mark.bad_day(8)
+@each_family
+def test_a_worker_leaves_in_the_end_also_if_nobody_takes_its_kv_over(family: Family) -> None:
+    away = fault(FaultKind.PAUSE, ARRIVAL_NS + 60 * MILLISECOND_NS, "d0", duration_ns=20 * SECOND_NS)
+    world = make_world(ask(num_prompt_tokens=40), faults=(away,), family=family, link_ns_per_byte=10 * SLOW_LINK)
+    world.kernel.run_until(ARRIVAL_NS + 80 * MILLISECOND_NS)
+    node = world.worker("p0")
+    assert node is not None
+    node.leave()
+    assert run_until(world, lambda: not node.process.alive) <= SIM_AGENT_LIMITS.max_leave_ns + MILLISECOND_NS
+    assert_answered(world)
 
 
 @pytest.mark.bad_day(9)

@@ -48,6 +48,24 @@ def _finished(outcome: Outcome = Outcome.STOP) -> Finished:
     return Finished(attempt=R1, outcome=outcome, num_output_tokens=2, timeline=TIMELINE)
 
 
+# ---- leaving --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.bad_day(8)
+def test_a_worker_that_leaves_gets_no_new_work_and_keeps_what_it_has() -> None:
+    bench = _bench()
+    bench.submit("r")
+    bench.worker_says(P0, Heartbeat(load=make_load(100), is_leaving=True))
+    bench.grant(R1)
+    assert bench.commands(P0), "what was placed before is carried out"
+    bench.submit("s")
+    assert bench.commands(P0) == [] and isinstance(only(bench.commands(D0)), RunLocal)
+    bench.worker_gone(P0)
+    bench.join(WorkerId(P0.name, 2))
+    bench.submit("t")
+    assert isinstance(only(bench.commands(D0)), Reserve), "its next life is a worker like any other"
+
+
 # ---- registration ---------------------------------------------------------------------------------------------
 
 

@@ -57,6 +57,8 @@ def on_heartbeat(parts: Parts, sender: Worker, message: Heartbeat) -> None:
     sender.hear(message.load)
     parts.leases.report(sender.id, message.leases)
     _hear_of_links(parts, sender, message.links)
+    if message.is_leaving:
+        parts.workers.retire(sender)
     for info in message.leases:
         if info.attempt in sender.legs:
             continue

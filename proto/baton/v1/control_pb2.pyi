@@ -1004,6 +1004,9 @@ class Heartbeat(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
+    IS_LEAVING_FIELD_NUMBER: _builtins.int
+    is_leaving: _builtins.bool
+    """It has been asked to stop and takes no new work; it ends once its pushes have."""
     @_builtins.property
     def load(self) -> Global___WorkerLoad: ...
     @_builtins.property
@@ -1016,10 +1019,11 @@ class Heartbeat(_message.Message):
         load: Global___WorkerLoad | None = ...,
         leases: _abc.Iterable[Global___LeaseInfo] | None = ...,
         links: _abc.Iterable[Global___LinkReport] | None = ...,
+        is_leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "links", b"links", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_leaving", b"is_leaving", "leases", b"leases", "links", b"links", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
