@@ -168,8 +168,8 @@ class WorkerNode:
         self.process.after(int(self._random.random() * MAX_VERIFY_NS), sum_blocks)
 
     def leave(self) -> None:
-        """What a process does on SIGTERM."""
-        self.handle(events.LeaveRequested())
+        """SIGTERM."""
+        self.process.deliver(lambda: self.handle(events.LeaveRequested()))
 
     # ---- the state machine ------------------------------------------------------------------------------------
 
