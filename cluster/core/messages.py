@@ -260,8 +260,7 @@ class WorkerHello:
     """A worker registers. Fields of the compatibility hash are repeated in the clear for error messages.
 
     `compatibility` must agree between all workers of a cluster (model fingerprint, dtype, block size, layout).
-    `metrics_address` is the host:port of its Prometheus page, empty if it has none.
-    `engine` says what computes the model, for people to read.
+    `metrics_address` is its Prometheus page's host:port, empty if it has none; `engine` names what computes the model.
     """
 
     ref: WorkerRef
@@ -292,12 +291,10 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """`is_leaving`: the worker has been asked to stop; it ends once its pushes have, and must get no new work."""
-
     load: WorkerLoad
     leases: tuple[LeaseInfo, ...] = ()
     links: tuple[LinkReport, ...] = ()
-    is_leaving: bool = False
+    is_leaving: bool = False  # asked to stop: it ends once its pushes have, and is to get no new work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
