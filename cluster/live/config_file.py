@@ -94,6 +94,14 @@ def render_cluster_config(config: ClusterConfig) -> str:
         "front": asdict(config.front),
         "metrics": asdict(config.metrics),
         "coordinator": asdict(config.coordinator),
+        "journal": _without_absent(
+            {
+                "enabled": config.journal.is_on,
+                "directory": config.journal.directory,
+                "file_size": config.journal.file_size_bytes,
+                "max_files": config.journal.max_files,
+            }
+        ),
     }
     return yaml.safe_dump(data, sort_keys=False)
 

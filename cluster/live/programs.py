@@ -14,7 +14,13 @@ def coordinator_program(plan: ClusterPlan, *, epoch: int, end_remote: EndRemote 
     """`epoch`: higher than that of any earlier life."""
     from cluster.live.coordinator import CoordinatorSettings, run_coordinator
 
-    settings = CoordinatorSettings(config=plan.config, epoch=epoch, host=plan.host, port=plan.coordinator_port)
+    settings = CoordinatorSettings(
+        config=plan.config,
+        epoch=epoch,
+        host=plan.host,
+        port=plan.coordinator_port,
+        journal_dir=plan.journal_dir,
+    )
 
     async def program(on_ready: OnReady, stop: asyncio.Event) -> None:
         await run_coordinator(settings, on_ready, stop, end_remote)

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from cluster.core.brief import brief
 from cluster.sim.fabric import Fabric, Family, Landing
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
 from cluster.sim.kv_memory import KVMemory, checksum
 from cluster.sim.process import Process
-from cluster.sim.trace import brief
 from kv_transfer.protocol.messages import PushChunk, PushMessage
 from kv_transfer.transport.base import (
     Connected,
