@@ -119,7 +119,7 @@ def test_leases_of_requests_that_queue_are_renewed() -> None:
     )
     most_leases = oldest_ms = 0
     while len(world.clients) < 128 or not all(client.has_ended for client in world.clients):
-        world.kernel.run_until(world.kernel.now_ns + 20 * MILLISECOND_NS)
+        world.kernel.run_until(world.kernel.now_ns + 50 * MILLISECOND_NS)
         leases = world.coordinator.state.leases(world.coordinator.process.now_ns())
         most_leases = max(most_leases, len(leases))
         oldest_ms = max([oldest_ms, *(lease.age_ms for lease in leases)])
