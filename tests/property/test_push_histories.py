@@ -14,7 +14,7 @@ from tests.support.push_world import FAULTS, run_history
 from tests.support.soak import NUM_PUSH_HISTORIES
 
 BATCH = 50
-NUM_COUNTED = 120
+NUM_COUNTED = 200
 """Histories in which every fault is to be found."""
 
 
