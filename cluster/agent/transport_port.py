@@ -77,7 +77,7 @@ class TransportPort:
         copies = plan(pairs, self._layout, effect.message.layers)
         try:
             handle = self._transport.write(effect.peer, copies, encode(effect.message), checksum=self._checksums)
-        except TransportError as error:
+        except (TransportError, ValueError) as error:  # the second for a grant of blocks that the peer does not have
             self._post(ev.WriteBroken(write_id=effect.write_id, quiesced=True, reason=str(error)))
             return
         self._handles[effect.write_id] = handle

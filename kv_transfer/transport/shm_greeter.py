@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from typing import Protocol
 
+from kv_transfer.transport.doorway import Doorway
 from kv_transfer.transport.peer_process import PeerProcess, PeerProcessError, identify
 from kv_transfer.transport.shm_link import send_last_word
 from kv_transfer.transport.shm_wire import (
@@ -58,6 +59,7 @@ class Greeter:
         self._listener.bind("\0" + self.endpoint.address)
         self._listener.listen(LISTEN_BACKLOG)
         self._listener.setblocking(False)
+        self._doorway = Doorway(self._listener)
         watcher.watch(self._listener.fileno(), self._on_accept)
 
     def close(self) -> None:
@@ -66,13 +68,10 @@ class Greeter:
             connection.close()
         self._watcher.unwatch(self._listener.fileno())
         self._listener.close()
+        self._doorway.close()
 
     def _on_accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # nobody is waiting, or the one who was has left
+        while (connection := self._doorway.accept()) is not None:
             connection.setblocking(False)
             self._ungreeted[connection.fileno()] = connection
             self._watcher.watch(connection.fileno(), functools.partial(self._on_hello, connection))
