@@ -21,6 +21,7 @@ from cluster.core.messages import (
     PeerFenced,
     PeerLost,
     Reserve,
+    ReserveGranted,
     ReserveRefused,
     RunLocal,
     SendBlockSnapshot,
@@ -42,6 +43,7 @@ from tests.support.worker_pair import (
     MILLISECOND_NS,
     SECOND_NS,
     TOY_BANDWIDTH_BYTES_PER_S,
+    TTL_MS,
     Request,
     World,
 )
@@ -383,6 +385,23 @@ def test_lost_prefill_worker_fails_what_waits_for_it_and_frees_the_blocks() -> N
     world.settle()
     assert request.legs == {} and request.committed is None
     finish(world, request)
+
+
+def test_newer_life_of_a_sender_is_granted_and_only_the_older_ones_pushes_fail() -> None:
+    """Its Reserve may come before anybody has said that the older life is lost."""
+    world = World()
+    older = world.prefill.config.hello.ref
+    newer = replace(older, worker=WorkerId(older.worker.name, older.worker.incarnation + 1))
+    attempts = [AttemptId("r1", 1), AttemptId("r2", 1)]
+    for lease_id, (attempt, source) in enumerate(zip(attempts, (older, newer), strict=True), start=1):
+        num_tokens = len(PROMPT) + 1
+        reserve = Reserve(attempt=attempt, lease_id=lease_id, source=source, num_tokens=num_tokens, ttl_ms=TTL_MS)
+        world.decode.command(reserve, body())
+    granted = [m.attempt for _, m in world.messages if isinstance(m, ReserveGranted)]
+    failed = [m.attempt for _, m in world.messages if isinstance(m, LegFailed)]
+    assert granted == attempts and failed == attempts[:1]
+    counts = world.decode.state.pool.counts()
+    assert (counts.quarantined, counts.reserved) == (5, 5)
 
 
 def test_peer_lost_twice_is_answered_twice() -> None:
