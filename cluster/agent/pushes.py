@@ -150,7 +150,9 @@ class Pushes:
         effects = self._receiver.open(now_ns, replace(grant, blocks=blocks))
         self._targets[grant.key] = _Target(blocks=blocks)
         # Others fail, too, where this sender is a newer life of theirs.
-        failure = next((effect for effect in effects if isinstance(effect, PushFailed) and effect.key == grant.key), None)
+        failure = next(
+            (effect for effect in effects if isinstance(effect, PushFailed) and effect.key == grant.key), None
+        )
         self._absorb([effect for effect in effects if effect is not failure])
         if failure is not None:
             raise PushRefusedError(failure.reason)
