@@ -252,7 +252,7 @@ class _Worker:
     def _verify(self, effect: fx.VerifyBlocks) -> None:
         def done(sums: list[int]) -> None:
             bad = bad_blocks(effect.block_ids, sums, effect.checksums)
-            if bad:
+            if bad and self._state.is_receiving(effect.key):  # else others may write there meanwhile
                 logger.warning("blocks %s of %s arrived corrupt", bad, effect.key)
             self.post(ev.Verified(key=effect.key, chunk=effect.chunk, bad_block_ids=bad))
 

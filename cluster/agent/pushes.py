@@ -91,6 +91,11 @@ class Pushes:
         """Whether blocks are held, reserved or quarantined for the push."""
         return key in self._sources or key in self._targets
 
+    def is_receiving(self, key: PushKey) -> bool:
+        """Whether blocks are reserved for the push, and not quarantined."""
+        target = self._targets.get(key)
+        return target is not None and not target.is_quarantined
+
     def open_keys(self) -> list[PushKey]:
         return [*self._sources, *self._targets]
 

@@ -35,7 +35,7 @@ from engine.core.block_hash import ROOT_HASH, extra_key, hash_blocks
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
 from engine.core.step import StepPlan, StepResult
-from kv_transfer.protocol.messages import FirstToken, PeerId, PushEnd
+from kv_transfer.protocol.messages import FirstToken, PeerId, PushEnd, PushKey
 from tests.support.toy_engine import undisturbed
 from tests.support.worker_pair import (
     BLOCK_SIZE,
@@ -360,6 +360,23 @@ def test_write_that_may_still_land_is_never_reported_as_stopped() -> None:
     assert (world.decode.worker, PeerFenced(peer=old.worker)) in world.messages
     assert request.legs == {}
     finish(world, request)
+
+
+def test_blocks_that_came_for_a_cancelled_push_are_nobodys_damage() -> None:
+    """They may be another's before they are verified: what is found there must not be called corrupt."""
+    world = World()
+    request = world.submit("r", body())
+    key = PushKey("r", 1)
+    world.prefill.connect()
+    world.prefill.end_step()
+    world.prefill.land_write()
+    while world.decode.inbox:
+        world.decode.receive()
+    assert world.decode.verifications and world.decode.state.is_receiving(key)
+    world.cancel(request)
+    assert not world.decode.state.is_receiving(key)
+    finish(world, request)
+    assert not world.decode.state.is_receiving(key)
 
 
 def test_silent_sender_loses_its_lease_and_is_fenced() -> None:
