@@ -306,6 +306,7 @@ def test_corrupt_block_is_written_again() -> None:
     "change",
     [
         {"num_tokens": 18},
+        {"num_blocks": 6},
         {"first_tokens": ()},
         {"first_tokens": (FirstToken(choice=0, position=1, token_id=7),)},
         {"first_tokens": (FirstToken(choice=1, position=0, token_id=7),)},
