@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kv_transfer.transport.doorway import Doorway
-from kv_transfer.transport.peer_process import PeerProcess, PeerProcessError, identify
+from kv_transfer.transport.peer_process import PeerProcess, PeerProcessError, check_same_user, identify
 from kv_transfer.transport.shm_link import send_last_word
 from kv_transfer.transport.shm_wire import (
     MAX_FRAME_BYTES,
@@ -73,6 +73,12 @@ class Greeter:
     def _on_accept(self) -> None:
         while (connection := self._doorway.accept()) is not None:
             connection.setblocking(False)
+            try:
+                check_same_user(connection)  # now, so that nobody else's silence takes up a place
+            except PeerProcessError as error:
+                _log.warning("refused a shm connection: %s", error)
+                refuse(connection, str(error))
+                continue
             self._ungreeted[connection.fileno()] = connection
             self._watcher.watch(connection.fileno(), functools.partial(self._on_hello, connection))
             if len(self._ungreeted) > MAX_UNGREETED:

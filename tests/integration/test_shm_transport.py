@@ -352,6 +352,17 @@ def test_strangers_are_turned_away(here: Here, frame: bytes) -> None:
     assert here.events == []
 
 
+def test_another_user_is_refused_before_it_has_said_anything(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = here.transport.endpoint().decode().split('"address": "')[1].split('"')[0]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger, monkeypatch.context() as other_user:
+        stranger.settimeout(TIMEOUT_S)
+        stranger.connect("\0" + address)
+        other_user.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        here.events += here.transport.poll()
+        assert b"belongs to user" in stranger.recv(1000) and stranger.recv(10) == b""
+    assert here.events == []
+
+
 def test_notifications_are_as_large_as_a_frame(here: Here) -> None:
     writer = Here(PREFILL)
     try:
