@@ -76,7 +76,7 @@ class Greeter:
             try:
                 check_same_user(connection)  # now, so that nobody else's silence takes up a place
             except PeerProcessError as error:
-                _log.warning("refused a shm connection: %s", error)
+                _log.debug("refused a shm connection: %s", error)  # which anybody on this host may try at any rate
                 refuse(connection, str(error))
                 continue
             self._ungreeted[connection.fileno()] = connection
