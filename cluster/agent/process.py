@@ -153,7 +153,7 @@ class _Worker:
         self.metrics = WorkerMetrics(settings, self._state)
         self.tokens = TokenService(settings.worker, self.post)
         self.control = ControlClient(settings.coordinator_address, self.post)
-        self.transport = TransportPort(engine.transport, engine.layout, checksums=settings.checksums, post=self.post)
+        self.transport = TransportPort(engine.transport, engine.layout, post=self.post)
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Raises WorkerEndedError, or what WorkerState raised, which is a bug."""
 

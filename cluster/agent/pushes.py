@@ -39,6 +39,7 @@ from kv_transfer.protocol.messages import (
     WriteBlocks,
 )
 from kv_transfer.protocol.receiver import PushReceiver
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.protocol.sender import PushSender
 from kv_transfer.transport.base import PeerId
 
@@ -72,7 +73,7 @@ class Pushes:
     """See the module docstring. Effects for the owner are collected until `take_effects`."""
 
     def __init__(
-        self, pool: BlockPool, limits: PushLimits, *, checksums: bool, block_size_bytes: int, num_layers: int
+        self, pool: BlockPool, limits: PushLimits, *, checksums: Checksums, block_size_bytes: int, num_layers: int
     ) -> None:
         self._pool = pool
         self._sender = PushSender(limits, checksums, block_size_bytes, num_layers=num_layers)

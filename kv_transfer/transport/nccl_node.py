@@ -128,15 +128,15 @@ class NcclNode:
         control.watch(self.selector, functools.partial(self._on_link, link))
 
     def write(
-        self, peer: PeerId, handle: int, copies: Sequence[Copy], notify: bytes, checksum: bool, now_ns: int
+        self, peer: PeerId, handle: int, copies: Sequence[Copy], notify: bytes, num_sums: int, now_ns: int
     ) -> None:
         link = self._outbound.get(peer)
         if link is None or link.writing is None:
             self._emit(WriteFailed(handle=handle, quiesced=True, reason="the connection has ended"))
             return
-        if checksum:
+        if num_sums:
             assert self._library.host_memory is not None, "refused by the transport"
-            ranges = [(copy.source_bytes, copy.size_bytes) for copy in copies]
+            ranges = [(copy.source_bytes, copy.size_bytes) for copy in copies[:num_sums]]
             sums = checksums(self._library.host_memory, ranges)
             notify += b"".join(value.to_bytes(8, "little") for value in sums)
         self._guard(link, now_ns, functools.partial(link.writing.write, handle, copies, notify))

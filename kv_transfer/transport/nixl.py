@@ -51,6 +51,7 @@ from kv_transfer.transport.base import (
     UnknownPeerError,
     WriteCompleted,
     WriteFailed,
+    count_sums,
 )
 from kv_transfer.transport.doorway import Doorway
 from kv_transfer.transport.nixl_agent import LOOPBACK, check_environment, load_library
@@ -152,13 +153,22 @@ class NixlTransport:
         self._desks[desk] = None
         desk.start(writer.run, "kv-nixl-writer")
 
-    def write(self, peer: PeerId, copies: Sequence[Copy], notify: bytes, *, checksum: bool = False) -> int:
+    def write(
+        self,
+        peer: PeerId,
+        copies: Sequence[Copy],
+        notify: bytes,
+        *,
+        checksum: bool = False,
+        num_summed: int | None = None,
+    ) -> int:
         """See Transport. Raises: UnknownPeerError, and ValueError for a range outside of either pool or a
         notification of more than MAX_NOTIFY_BYTES."""
         desk = self._outbound.get(peer) if copies else self._outbound.get(peer) or self._inbound.get(peer)
         if desk is None:
             raise UnknownPeerError(f"not connected to {peer.name} (incarnation {peer.incarnation})")
-        if len(notify) + 8 * len(copies) * checksum > MAX_NOTIFY_BYTES:
+        num_sums = count_sums(copies, checksum=checksum, num_summed=num_summed)
+        if len(notify) + 8 * num_sums > MAX_NOTIFY_BYTES:
             raise ValueError(f"notify: {len(notify)} bytes with checksums exceed {MAX_NOTIFY_BYTES}")
         for copy in copies:
             if copy.size_bytes < 1:
@@ -167,7 +177,7 @@ class NixlTransport:
                 raise ValueError(f"copies: {copy} is outside of the source pool of {self._memory.size} bytes")
             if copy.target_bytes < 0 or copy.target_bytes + copy.size_bytes > desk.target_size_bytes:
                 raise ValueError(f"copies: {copy} is outside of the target pool of {desk.target_size_bytes} bytes")
-        job = Job(handle=self._next_handle, copies=tuple(copies), notify=notify, checksum=checksum)
+        job = Job(handle=self._next_handle, copies=tuple(copies), notify=notify, num_sums=num_sums)
         if not desk.post(job):
             raise UnknownPeerError(f"the connection to {peer.name} (incarnation {peer.incarnation}) has ended")
         self._next_handle += 1

@@ -36,12 +36,12 @@ class Region:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CopyJob:
-    """`copies` is [num_copies, 3]: source offset, target offset, size in bytes."""
+    """`copies` is [num_copies, 3]: source offset, target offset, size in bytes. The first `num_sums` are summed."""
 
     handle: int
     region: Region
     copies: npt.NDArray[np.uint64]
-    checksum: bool
+    num_sums: int
     is_cancelled: bool = False
     failure: str | None = None
     sums: list[int] = field(default_factory=list)
@@ -101,11 +101,15 @@ class Copier:
             elif job.region.memory is None:
                 job.failure = "the connection has ended"
             else:
-                job.sums = copy_ranges(job.region.memory, self._source, job.copies, checksum=job.checksum)
+                target, summed, others = job.region.memory, job.copies[: job.num_sums], job.copies[job.num_sums :]
+                job.sums = copy_ranges(target, self._source, summed, checksum=True)
+                copy_ranges(target, self._source, others, checksum=False)
 
 
 def copy_ranges(target: Memory, source: Memory, copies: npt.NDArray[np.uint64], *, checksum: bool) -> list[int]:
     """Copies ranges, natively if possible; returns one checksum a copy if asked."""
+    if not len(copies):
+        return []
     native = load()
     if native is not None:
         return native.copy(target, source, copies, checksum=checksum)

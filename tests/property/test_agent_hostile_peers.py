@@ -184,6 +184,7 @@ class Besieged:
             blocks=blocks[number : number + 1] if rng.random() < 0.95 else (BlockGrant(MOST, MOST, MOST),),
             first_layer=0,
             num_layers=rng.choice((NUM_LAYERS, NUM_LAYERS, NUM_LAYERS, 1, 60_000)),
+            summed=rng.choice(((0,), (0,), (0,), (), (1,))),
             checksums=(1,) if rng.random() < 0.9 else (),
             round=rng.choice((0, 0, 0, 1, 2)),
         )

@@ -53,7 +53,7 @@ class FakeTransport(AutoTransport):
 
 def test_the_port_tells_what_connects_and_how_fast() -> None:
     posted: list[ev.Event] = []
-    TransportPort(FakeTransport(), LAYOUT, checksums=True, post=posted.append).poll()
+    TransportPort(FakeTransport(), LAYOUT, post=posted.append).poll()
     assert posted == [
         ev.PeerConnected(peer=ONE, transport="shm", bandwidth_bytes_per_s=7_001),
         ev.PeerConnected(peer=OTHER, transport="nixl"),
@@ -63,7 +63,15 @@ def test_the_port_tells_what_connects_and_how_fast() -> None:
 class SmallPool(FakeTransport):
     """Of a peer that has no such blocks."""
 
-    def write(self, peer: PeerId, copies: Sequence[Copy], notify: bytes, *, checksum: bool = False) -> int:
+    def write(
+        self,
+        peer: PeerId,
+        copies: Sequence[Copy],
+        notify: bytes,
+        *,
+        checksum: bool = False,
+        num_summed: int | None = None,
+    ) -> int:
         raise ValueError(f"copies: {copies[0]} is outside of the target pool")
 
 
@@ -79,7 +87,7 @@ def test_blocks_that_the_peer_does_not_have_fail_their_push_alone() -> None:
         num_layers=1,
     )
     effect = WriteBlocks(peer=ONE, write_id=7, source_blocks=(0,), message=chunk)
-    TransportPort(SmallPool(), LAYOUT, checksums=True, post=posted.append).write(effect)
+    TransportPort(SmallPool(), LAYOUT, post=posted.append).write(effect)
     (broken,) = posted
     assert isinstance(broken, ev.WriteBroken) and (broken.write_id, broken.quiesced) == (7, True)
     assert "outside of the target pool" in broken.reason

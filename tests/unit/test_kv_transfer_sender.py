@@ -26,6 +26,7 @@ from kv_transfer.protocol.messages import (
     SourceReleased,
     WriteBlocks,
 )
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.protocol.sender import PushSender
 
 KEY = PushKey("r1", 1)
@@ -42,7 +43,7 @@ def make_grant(num_blocks: int = 3, first_index: int = 0, key: PushKey = KEY, le
 
 
 def make_sender(limits: PushLimits = LIMITS) -> PushSender:
-    return PushSender(limits, checksum=True, block_size_bytes=10, num_layers=NUM_LAYERS)
+    return PushSender(limits, Checksums.OFF, block_size_bytes=10, num_layers=NUM_LAYERS)
 
 
 def writes(effects: list[PushEffect]) -> list[WriteBlocks]:
