@@ -374,7 +374,7 @@ class LegControl:
         """Decode: takes the KV over, or fails closed."""
         leg = self._legs.of_push(arrived.key)
         assert leg is not None and leg.phase is Phase.RESERVED, f"a push arrived for {arrived.key}, which does not wait"
-        mismatch = mismatch_of(leg, arrived)
+        mismatch = mismatch_of(leg, arrived, self._block_size)
         if mismatch is not None:
             self._pushes.commit_failed(now_ns, arrived.key, mismatch)
             return

@@ -18,7 +18,7 @@ DTYPES: Final = ("float32", "bfloat16")
 TRANSPORTS: Final = ("auto", "shm", "nixl", "ucx")
 NO_NCCL_HINT: Final = "nccl is not offered yet"
 DEVICES: Final = ("cpu", "cuda")
-CHECKSUMS: Final = ("full", "off")
+CHECKSUMS: Final = ("full", "sampled", "off")
 
 MAX_POOLS: Final = 64
 MAX_REPLICAS: Final = 512
@@ -103,7 +103,7 @@ class KVConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportConfig:
     """How KV is pushed. `kind`: one backend for all, or `auto` for the best of them that connects each pair of workers.
-    `checksum`: `full` verifies every block on arrival."""
+    `checksum`: on arrival, `full` verifies every block, `sampled` a few of each write, `off` none."""
 
     kind: str = "auto"
     checksum: str = "full"

@@ -32,6 +32,7 @@ def worker_program(plan: ClusterPlan, worker: WorkerPlan, *, incarnation: int, h
     """`host`: what this machine is called by the others."""
     from cluster.agent.settings import WorkerSettings
     from decode_worker.worker import run as run_decode
+    from kv_transfer.protocol.sampling import Checksums
     from prefill_worker.worker import run as run_prefill
 
     pool = worker.pool
@@ -54,7 +55,7 @@ def worker_program(plan: ClusterPlan, worker: WorkerPlan, *, incarnation: int, h
         prefill_chunk_tokens=pool.prefill_chunk_tokens,
         max_running=pool.max_running,
         transport=plan.config.transport.kind,
-        checksums=plan.config.transport.checksum == "full",
+        checksums=Checksums(plan.config.transport.checksum),
         metrics_host=plan.config.metrics.host,
         metrics_port=worker.metrics_port,
     )

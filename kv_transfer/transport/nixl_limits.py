@@ -28,6 +28,8 @@ class NixlLimits:
 
 MAX_CONNECTIONS = 256
 """In both directions, those being made included. Each costs a thread, 2.5 MiB and 8 descriptors (over TCP)."""
+MAX_STRANGERS = 64
+"""Of these, accepted ones that have not been admitted; beyond it the oldest is closed."""
 MAX_QUEUED = 4096
 """Writes and notifications that wait on one connection, on either side; one more ends it."""
 MAX_TRANSFER_BYTES = 32 << 20

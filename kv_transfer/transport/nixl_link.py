@@ -102,7 +102,10 @@ class ControlLink:
 
 def open_connection(host: str, port: int, wake_fd: int, timeout_s: float) -> socket.socket:
     """Connects over TCP; a word to `wake_fd` ends it early. Raises: OSError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except ValueError as error:  # of a name that none can have
+        raise OSError(f"{host!r} is no host: {error}") from error
     connection = socket.socket(family, kind, protocol)
     try:
         connection.setblocking(False)

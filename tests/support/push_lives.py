@@ -33,6 +33,7 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.plan import plan_block_copies
 from kv_transfer.protocol.receiver import PushReceiver
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.protocol.sender import PushSender
 from kv_transfer.transport.base import (
     Connected,
@@ -109,7 +110,7 @@ class Prefill:
         self.pool = bytearray(NUM_BLOCKS * BLOCK_SIZE_BYTES)
         self.free = list(range(NUM_BLOCKS))
         self.transport = LoopbackTransport(world.hub, me, memoryview(self.pool))
-        self.machine = PushSender(LIMITS, checksum=True, block_size_bytes=BLOCK_SIZE_BYTES, num_layers=NUM_LAYERS)
+        self.machine = PushSender(LIMITS, Checksums.FULL, block_size_bytes=BLOCK_SIZE_BYTES, num_layers=NUM_LAYERS)
         self.sources: dict[PushKey, Source] = {}
         self.writes: dict[int, int] = {}
         self.handles: dict[int, int] = {}
@@ -250,7 +251,7 @@ class Decode:
         self.owners: dict[int, PushKey] = {}
         """Of reserved and quarantined blocks: whose push alone may write there."""
         self.transport = LoopbackTransport(world.hub, me, memoryview(self.memory))
-        self.machine = PushReceiver(LIMITS, checksum=True, num_layers=NUM_LAYERS)
+        self.machine = PushReceiver(LIMITS, Checksums.FULL, num_layers=NUM_LAYERS)
 
     def reserve(self, key: PushKey, sender: PeerId) -> None:
         rng = self.world.rng
