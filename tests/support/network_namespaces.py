@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +65,14 @@ class TwoHosts:
         return int(Path("/sys/class/net/side1/statistics/rx_bytes").read_text())
 
     def _forward(self, value: str) -> None:
-        _run("ip", "netns", "exec", self.router.namespace, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/ip_forward")
+        """In a thread of its own, which is gone again before much can happen on the link."""
+
+        def write() -> None:
+            _join(self.router.namespace)
+            Path("/proc/sys/net/ipv4/ip_forward").write_text(value)
+
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(write).result()
 
 
 @contextmanager
@@ -108,16 +115,20 @@ def call_on(host: Host, function: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 def enter(namespace: str) -> None:
     """Moves the calling thread, and those that it starts from here on, into a namespace. Raises: OSError."""
-    fd = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        _libc("setns", fd, CLONE_NEWNET)
-    finally:
-        os.close(fd)
+    _join(namespace)
     # /sys/class/net, where libraries look for devices, shows those of the namespace in which it was mounted.
     _libc("unshare", CLONE_NEWNS)
     _libc("mount", b"none", b"/", None, MS_REC | MS_SLAVE, None)
     _libc("umount2", b"/sys", MNT_DETACH)
     _libc("mount", namespace.encode(), b"/sys", b"sysfs", 0, None)
+
+
+def _join(namespace: str) -> None:
+    fd = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _libc("setns", fd, CLONE_NEWNET)
+    finally:
+        os.close(fd)
 
 
 def _libc(name: str, *args: object) -> None:

@@ -279,12 +279,7 @@ class PlainCluster:
         self._coordinator: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> PlainCluster:
-        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        settings = CoordinatorSettings(config=self._config, epoch=1, host=self._host)
-        self._coordinator = asyncio.create_task(run_coordinator(settings, ready.set_result, self._stop))
-        self.address = await ready
-        self.front = TestFront(self.address)
-        await self.front.start()
+        await self.start_coordinator(epoch=1)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -293,6 +288,17 @@ class PlainCluster:
             if worker.process.returncode is None:
                 await worker.stop(signal.SIGKILL)
         await self.stop_coordinator()
+
+    async def start_coordinator(self, epoch: int) -> None:
+        """With a new front. A later one takes the place of one that was stopped, at the same address."""
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        port = int(self.address.rpartition(":")[2] or 0)
+        settings = CoordinatorSettings(config=self._config, epoch=epoch, host=self._host, port=port)
+        self._stop.clear()
+        self._coordinator = asyncio.create_task(run_coordinator(settings, ready.set_result, self._stop))
+        self.address = await ready
+        self.front = TestFront(self.address)
+        await self.front.start()
 
     async def stop_coordinator(self) -> None:
         self._stop.set()
