@@ -33,12 +33,14 @@ SLACK_S = 5.0
 """Between the end of a wait and the moment at which a test on a busy machine sees what came of it."""
 DEADLINE_S = 120.0
 CONTEXT = 8192
-LONG = 4000
-"""Tokens of a prompt that is read, and pushed, for long enough to be cut off in the midst of it."""
-CHUNK_TOKENS = 16
-TINY = ("--kv-blocks", "1200", "--prefill-chunk-tokens", str(CHUNK_TOKENS))
+LONG = 5000
+"""Tokens of a prompt that is read, and pushed, in 313 steps: long enough to be cut off in the midst of it."""
+SLOW = ("--kv-blocks", "1200", "--prefill-chunk-tokens", "16")
+TINY = ("--kv-blocks", "1200")
+UNDER_WAY_BYTES = 1_000_000
+"""Of the 15 MB that such a push carries."""
 REAL = ("--kv-blocks", "70", "--max-model-tokens", "1024")
-NUM_RUNNING_TOKENS = 4000
+NUM_RUNNING_TOKENS = 1500
 """Of an answer that is running when the link is cut."""
 
 
@@ -178,17 +180,17 @@ async def cut_in_mid_push(cluster: HostsCluster) -> None:
     """What was being pushed is computed again by the decode worker, what runs there is not disturbed, and once the
     link is back KV is pushed again: by the same life of the prefill worker, or by its next one if it was fenced."""
     bodies = [greedy(prompt(50), 10), greedy(prompt(60, salt=5), NUM_RUNNING_TOKENS), greedy(prompt(LONG, salt=9), 20)]
-    bodies.append(greedy(prompt(LONG, salt=13), 20))
+    bodies.append(greedy(prompt(300, salt=13), 20))
     wanted = asyncio.create_task(asyncio.to_thread(lambda: [engine_alone(cluster.model, CONTEXT)(b) for b in bodies]))
     decode = await cluster.start_decode(*TINY)
-    prefill = await cluster.start_prefill(*TINY)
+    prefill = await cluster.start_prefill(*SLOW)
     first, running_tokens, victim_tokens, last = await wanted
     await cluster.pushed("first", bodies[0], first)
     running = cluster.front.submit("running", bodies[1])
     await until(lambda: len(running.tokens) > 5, "it decodes")
     before = cluster.hosts.num_bytes_from_left()
     victim = cluster.front.submit("victim", bodies[2])
-    await until(lambda: cluster.hosts.num_bytes_from_left() > before + 200_000, "it is pushed")
+    await until(lambda: cluster.hosts.num_bytes_from_left() > before + UNDER_WAY_BYTES, "it is pushed")
     cluster.hosts.cut()
     cut_s = time.monotonic()
     num_before = len(running.tokens)
@@ -204,7 +206,7 @@ async def cut_in_mid_push(cluster: HostsCluster) -> None:
         # worker (Ray, in a cluster) starts its next one.
         assert await prefill.process.wait() == EXIT_ENDED
         cluster.hosts.mend()
-        await cluster.start_prefill(*TINY)
+        await cluster.start_prefill(*SLOW)
     else:
         cluster.hosts.mend()
     await cluster.pushed("last", bodies[3], last)
@@ -217,12 +219,12 @@ async def fence_that_no_coordinator_hears_of(cluster: HostsCluster) -> None:
     bodies = [greedy(prompt(50), 10), greedy(prompt(60, salt=5), 10), greedy(prompt(70, salt=9), 10)]
     wanted = asyncio.create_task(asyncio.to_thread(lambda: [engine_alone(cluster.model, CONTEXT)(b) for b in bodies]))
     decode = await cluster.start_decode(*TINY)
-    prefill = await cluster.start_prefill(*TINY)
+    prefill = await cluster.start_prefill(*SLOW)
     first, after_tokens, last = await wanted
     await cluster.pushed("first", bodies[0], first)
     before = cluster.hosts.num_bytes_from_left()
     cluster.front.submit("lost", greedy(prompt(LONG, salt=13), 20))
-    await until(lambda: cluster.hosts.num_bytes_from_left() > before + 200_000, "it is pushed")
+    await until(lambda: cluster.hosts.num_bytes_from_left() > before + UNDER_WAY_BYTES, "it is pushed")
     cluster.hosts.cut()
     await cluster.front.close()
     await cluster.stop_coordinator()
@@ -234,7 +236,7 @@ async def fence_that_no_coordinator_hears_of(cluster: HostsCluster) -> None:
     check(after, after_tokens)
     assert [ref.worker.name for ref in after.workers] == [DECODE]
     assert await prefill.process.wait() == EXIT_ENDED
-    await cluster.start_prefill(*TINY)
+    await cluster.start_prefill(*SLOW)
     await cluster.pushed("last", bodies[2], last)
     await nothing_held(cluster)
 
@@ -244,7 +246,7 @@ async def cut_while_idle(cluster: HostsCluster) -> None:
     bodies = [greedy(prompt(300, salt=salt), 20) for salt in range(3)]
     wanted = asyncio.create_task(asyncio.to_thread(lambda: [engine_alone(cluster.model, CONTEXT)(b) for b in bodies]))
     decode = await cluster.start_decode(*TINY)
-    prefill = await cluster.start_prefill(*TINY)
+    prefill = await cluster.start_prefill(*SLOW)
     first, during_tokens, last = await wanted
     before = await cluster.pushed("first", bodies[0], first)
     await nothing_held(cluster)
@@ -270,5 +272,5 @@ def test_cut_between_hosts(
     scenario: Callable[[HostsCluster], Awaitable[None]], hosts: TwoHosts, transport: str, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
-    write_tiny_model(model, max_position_embeddings=CONTEXT)
+    write_tiny_model(model, max_position_embeddings=CONTEXT, num_hidden_layers=12)
     call_on(hosts.router, run, scenario, hosts, transport, model, tmp_path)
