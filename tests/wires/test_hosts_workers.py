@@ -8,7 +8,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from cluster.wire.channels import make_channel
 from engine.core.request import RequestBody
 from kv_transfer.transport.backends import why_unavailable
 from tests.support.engine_model import engine_alone, real_model_dir, reference, write_tiny_model
-from tests.support.network_namespaces import Host, NoNamespacesError, TwoHosts, call_on, two_hosts
+from tests.support.network_namespaces import Host, TwoHosts, call_on
 from tests.support.plain_cluster import ROOT, Answer, PlainCluster, WorkerProcess, greedy, nothing_held, prompt
 
 PREFILL, DECODE = "prefill-0", "decode-0"
@@ -29,9 +29,11 @@ WIRES = {"auto": "nixl", "ucx": "ucx"}
 """What the workers are started with, and what then carries the KV from host to host."""
 NOTICE_S = 5.0
 """Within it a worker knows that its peer is cut off, by default."""
-SLACK_S = 5.0
-"""Between the end of a wait and the moment at which a test on a busy machine sees what came of it."""
+SLACK_S = 10.0
+"""Between the end of a wait and the moment at which a test on a busy machine sees what came of it. Without that wait it
+would take more than a minute."""
 DEADLINE_S = 120.0
+LOG_CHARACTERS = 4_000
 CONTEXT = 8192
 LONG = 5000
 """Tokens of a prompt that is read, and pushed, in 313 steps: long enough to be cut off in the midst of it."""
@@ -126,25 +128,21 @@ def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def hosts() -> Iterator[TwoHosts]:
-    try:
-        with two_hosts() as made:
-            yield made
-    except NoNamespacesError as error:
-        pytest.skip(f"no network namespaces: {error}")
-
-
 def run(
     scenario: Callable[[HostsCluster], Awaitable[None]], hosts: TwoHosts, transport: str, model: Path, folder: Path
 ) -> None:
-    """On the router. What workers have logged goes with what failed."""
+    """To be called on the router. What the workers have logged goes with what failed."""
 
     async def main() -> None:
         async with HostsCluster(hosts, transport, model, folder) as cluster, asyncio.timeout(DEADLINE_S):
             await scenario(cluster)
 
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except BaseException as error:
+        for log in sorted(folder.glob("*.log")):
+            error.add_note(f"---- {log.name}\n{log.read_text()[-LOG_CHARACTERS:]}")
+        raise
 
 
 # ---- answers --------------------------------------------------------------------------------------------------
