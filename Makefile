@@ -54,8 +54,9 @@ test: $(TEST_EXTRAS_INSTALLED) kernels  ## Everything: style, types, import rule
 		$(addprefix --ignore ,$(COMPUTE_ONLY))
 
 test-wires: $(TEST_EXTRAS_INSTALLED) kernels  ## More tests of the transports between hosts, some minutes of them.
-	@$(BIN)/python -m pytest tests/wires/test_nixl_transport.py tests/wires/test_nixl_hosts.py
+	@$(BIN)/python -m pytest tests/wires/test_nixl_transport.py
 	@$(BIN)/python -m pytest tests/wires/test_ucx_transport.py
+	@$(BIN)/python -m pytest tests/wires/test_hosts.py tests/wires/test_hosts_workers.py
 	@BATON_KILLED_REMOTE_PUSHES=12 $(BIN)/python -m pytest tests/integration/test_push_killed.py
 
 test-fast: kernels  ## The tiers that take seconds: unit, property, simulation, tidy.

@@ -115,6 +115,9 @@ class LegControl:
             blocks = self._pushes.reserve(now_ns, grant, num_cached=len(cached), num_blocks=num_blocks)
         except (OutOfBlocksError, PushRefusedError) as error:
             self._pool.release(cached)
+            if self._pushes.is_fenced(grant.sender):
+                # Who places a request there has not heard of the fence: a coordinator that has restarted since.
+                self._messages.append(PeerFenced(peer=command.source.worker))
             self._refuse(command.attempt, str(error))
             return
         leg = self._add_leg(now_ns, command.attempt, LegKind.DECODE, Phase.RESERVED, body)

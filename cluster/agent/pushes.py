@@ -203,6 +203,10 @@ class Pushes:
         self._absorb(self._receiver.fence(now_ns, peer))
         return peer in self._fenced
 
+    def is_fenced(self, peer: PeerId) -> bool:
+        """Whether nothing of that life can land here any more, and no push of it is taken."""
+        return peer in self._fenced
+
     def connected(self, now_ns: int, peer: PeerId) -> None:
         self._absorb(self._sender.on_connected(now_ns, peer))
         self._absorb(self._receiver.on_connected(now_ns, peer))

@@ -87,8 +87,9 @@ class ControlLink:
         self.frames += self._reader.feed(data)
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when there is something to receive or to do, and in time for the heartbeat."""
-        for fd, _ in self._epoll.poll(min(timeout_s, self._limits.heartbeat_interval_s)):
+        """Returns when there is something to receive or to do, and in time for the heartbeat and for silence."""
+        patience_s = max(0.0, self._heard_s + self._limits.silence_timeout_s - time.monotonic())
+        for fd, _ in self._epoll.poll(min(timeout_s, self._limits.heartbeat_interval_s, patience_s)):
             if fd == self._wake_fd:
                 os.eventfd_read(self._wake_fd)
 

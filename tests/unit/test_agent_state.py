@@ -435,6 +435,21 @@ def test_peer_lost_twice_is_answered_twice() -> None:
     assert [m for _, m in world.messages].count(PeerFenced(peer=stranger)) == 2
 
 
+def test_coordinator_that_missed_a_fence_is_told_when_it_places_a_push_from_that_life() -> None:
+    """It was away: without that word the life, which is well, would be refused here again and again."""
+    world = World()
+    fenced, source = world.prefill.worker, world.prefill.config.hello.ref
+    world.decode.handle(ev.FenceDone(peer=world.prefill.peer))
+    world.messages.clear()  # nobody heard of it
+    reserve = Reserve(attempt=AttemptId("r", 1), lease_id=1, source=source, num_tokens=len(PROMPT) + 1, ttl_ms=1000)
+    world.decode.command(reserve, body())
+    told = [message for host, message in world.messages if host == world.decode.worker]
+    assert told[0] == PeerFenced(peer=fenced)
+    assert isinstance(told[1], ReserveRefused) and "fenced" in told[1].reason
+    counts = world.decode.state.pool.counts()
+    assert (counts.reserved, counts.quarantined) == (0, 0)
+
+
 def test_failed_step_fails_its_attempts_and_many_in_a_row_end_the_worker() -> None:
     world = World()
     for index in range(3):
