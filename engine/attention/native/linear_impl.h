@@ -210,25 +210,27 @@ static void few_rows(LinearItem<P> item, int row, int num_rows, int begin, int e
 // stand in their strip.
 template <class P>
 static void many_rows_chunk(LinearItem<P> item, int num_rows, int output, int count, int place, int begin, int end,
-                            Ahead ahead) {
+                            const Ahead& ahead) {
   const LinearPlan<P>& plan = item.plan;
   constexpr bool IS_WIDENED = P::WORD_STEPS == 2;
   const WordRows weight = !IS_WIDENED && count == TILE_OUTPUTS && plan.has_whole_granules
                               ? WordRows{plan.weight(output, begin), plan.row_bytes}
                               : copy_weight<P, IS_WIDENED>(item, output, count, TILE_OUTPUTS, begin, end);
   const int num_steps = (end - begin) * P::WORD_STEPS, first_step = begin * P::WORD_STEPS;
-  const int lines_per_round = (int)ceil_div(num_lines(ahead), num_steps / ROUND_STEPS * ceil_div(num_rows, PANEL_ROWS));
-  for (int row = 0; row < num_rows; row += PANEL_ROWS) {
+  const int share = (int)ceil_div(ahead.num_rows, ceil_div(num_rows, PANEL_ROWS));
+  for (int row = 0, first = 0; row < num_rows; row += PANEL_ROWS, first += share) {
     const uint32_t* x = item.packed_x(row);
     float* partial = item.partial(row);
+    const WordRows rows = {ahead.rows.data + first * ahead.rows.stride_bytes, ahead.rows.stride_bytes};
+    const Ahead part = {rows, (int)least(ahead.num_rows - first, share)};
     if (num_rows - row > W) {
       x += first_step * PANEL_ROWS;
       partial += place * PANEL_ROWS;
-      many_rows_tile<P, TILE_VECTORS>(weight, x, num_steps, ahead, lines_per_round, begin == 0, partial);
+      many_rows_tile<P, TILE_VECTORS>(weight, x, num_steps, part, begin == 0, partial);
     } else {
       x += first_step * W;
       partial += place * W;
-      many_rows_tile<P, 1>(weight, x, num_steps, ahead, lines_per_round, begin == 0, partial);
+      many_rows_tile<P, 1>(weight, x, num_steps, part, begin == 0, partial);
     }
   }
 }
@@ -282,9 +284,7 @@ static Ahead following(const LinearPlan<P>& plan, int strip, int strip_end, int 
     next_output = next_word ? strip : strip_end;
   }
   if (next_output >= piece_end) return {};
-  const char* next = plan.weight(next_output, next_word);
-  const size_t piece_bytes = least(plan.chunk_words * 4, plan.row_bytes - next_word * 4);
-  return {next, next + piece_bytes, piece_bytes, plan.row_bytes, (int)least(piece_end - next_output, TILE_OUTPUTS)};
+  return {{plan.weight(next_output, next_word), plan.row_bytes}, (int)least(piece_end - next_output, TILE_OUTPUTS)};
 }
 
 // Rows that are packed, the first of them `row`, with the outputs of one strip.
