@@ -103,6 +103,21 @@ class Backend(Protocol):
         largest logits would often tie.
         """
 
+    def gated_linear(
+        self,
+        x_NI: torch.Tensor,
+        weight_XI: torch.Tensor,
+        bias_X: torch.Tensor | None,
+        activation: Activation,
+        out_NF: torch.Tensor,
+        rows: Rows,
+    ) -> None:
+        """out = activation(gate) * up, where x weight^T + bias is [N, 2F]: gate, then up.
+
+        In one operation, so that the native kernels need not write and read what is between: they compute all of it in
+        float32, and round once.
+        """
+
     def rotary_write(
         self,
         qkv_NX: torch.Tensor,
@@ -127,11 +142,6 @@ class Backend(Protocol):
         A token sees itself and the window - 1 positions before it; all before it if window is 0. The step's own keys
         and values must lie in the pool already.
         """
-
-    def gated_activation(
-        self, gate_up_NX: torch.Tensor, activation: Activation, out_NF: torch.Tensor, rows: Rows
-    ) -> None:
-        """out = activation(gate) * up, where gate_up is [N, 2F]: gate, then up."""
 
     def argmax(self, logits_RV: torch.Tensor) -> tuple[list[int], list[float]]:
         """For each row of contiguous float32 [R, V]: the index of the largest element, the lowest if several, and it.

@@ -148,25 +148,51 @@ class NativeCpuBackend:
     def linear(
         self, x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, out_NO: torch.Tensor, rows: Rows
     ) -> None:
-        num_outputs, num_inputs = weight_OI.shape
-        _check_matrix(weight_OI)
-        assert x_NI.stride(1) == out_NO.stride(1) == 1 and x_NI.dtype == weight_OI.dtype
-        assert x_NI.shape[1] == num_inputs and out_NO.shape[1] == num_outputs
-        _check_float32_vectors(num_outputs, bias_O)
+        self._add_product(x_NI, weight_OI, bias_O, structs.NO_ACTIVATION, out_NO, rows)
+
+    def gated_linear(
+        self,
+        x_NI: torch.Tensor,
+        weight_XI: torch.Tensor,
+        bias_X: torch.Tensor | None,
+        activation: Activation,
+        out_NF: torch.Tensor,
+        rows: Rows,
+    ) -> None:
+        self._add_product(x_NI, weight_XI, bias_X, _ACTIVATIONS[activation], out_NF, rows)
+
+    def _add_product(
+        self,
+        x_NI: torch.Tensor,
+        weight_XI: torch.Tensor,
+        bias_X: torch.Tensor | None,
+        activation: int,
+        out_NO: torch.Tensor,
+        rows: Rows,
+    ) -> None:
+        """With an activation the weight has two rows an output, else one."""
+        num_weight_rows, num_inputs = weight_XI.shape
+        num_outputs = out_NO.shape[1]
+        _check_matrix(weight_XI)
+        assert x_NI.stride(1) == out_NO.stride(1) == 1 and x_NI.dtype == weight_XI.dtype
+        assert x_NI.shape[1] == num_inputs
+        assert num_weight_rows == (num_outputs if activation == structs.NO_ACTIVATION else 2 * num_outputs)
+        _check_float32_vectors(num_weight_rows, bias_X)
         args = structs.LinearStruct(
             num_rows=self._limit(rows, out_NO, x_NI),
             x=x_NI.data_ptr(),
-            weight=weight_OI.data_ptr(),
-            bias=_address(bias_O),
+            weight=weight_XI.data_ptr(),
+            bias=_address(bias_X),
             out=out_NO.data_ptr(),
             x_stride=x_NI.stride(0),
             out_stride=out_NO.stride(0),
             num_inputs=num_inputs,
             num_outputs=num_outputs,
-            dtype=_DTYPES[weight_OI.dtype],
+            dtype=_DTYPES[weight_XI.dtype],
             out_dtype=_DTYPES[out_NO.dtype],
+            activation=activation,
         )
-        self._add(OpKind.LINEAR, args, x_NI, weight_OI, bias_O, out_NO)
+        self._add(OpKind.LINEAR, args, x_NI, weight_XI, bias_X, out_NO)
 
     def rotary_write(
         self,
@@ -217,21 +243,6 @@ class NativeCpuBackend:
             scale=scale,
         )
         self._add(OpKind.ATTENTION, args, qkv_NX, layer_BKCSD, out_NX)
-
-    def gated_activation(
-        self, gate_up_NX: torch.Tensor, activation: Activation, out_NF: torch.Tensor, rows: Rows
-    ) -> None:
-        _check_matrix(gate_up_NX, out_NF)
-        assert gate_up_NX.dtype == out_NF.dtype and gate_up_NX.shape[1] == 2 * out_NF.shape[1]
-        args = structs.GatedActivationStruct(
-            num_rows=self._limit(rows, out_NF, gate_up_NX),
-            gate_up=gate_up_NX.data_ptr(),
-            out=out_NF.data_ptr(),
-            size=out_NF.shape[1],
-            dtype=_DTYPES[out_NF.dtype],
-            activation=_ACTIVATIONS[activation],
-        )
-        self._add(OpKind.GATED_ACTIVATION, args, gate_up_NX, out_NF)
 
     def argmax(self, logits_RV: torch.Tensor) -> tuple[list[int], list[float]]:
         assert self._recording is None

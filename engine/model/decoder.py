@@ -179,8 +179,14 @@ class DecoderModel:
         if isinstance(weights, ExpertsWeights):
             backend.call(lambda batch: self._experts(weights, buffers, batch, rows))
             return
-        backend.linear(buffers.normed_NE, weights.gate_up_XE, weights.gate_up_bias_X, buffers.gate_up_NX, rows)
-        backend.gated_activation(buffers.gate_up_NX, self.config.activation, buffers.activated_NF, rows)
+        backend.gated_linear(
+            buffers.normed_NE,
+            weights.gate_up_XE,
+            weights.gate_up_bias_X,
+            self.config.activation,
+            buffers.activated_NF,
+            rows,
+        )
         backend.linear(buffers.activated_NF, weights.down_EF, weights.down_bias_E, buffers.x_NE, rows)
 
     def _experts(self, weights: ExpertsWeights, buffers: _Buffers, batch: StepBatch, rows: Rows) -> None:
@@ -206,7 +212,6 @@ class _Buffers:
     attended_NX: torch.Tensor
     selected_NX: torch.Tensor
     x_NE: torch.Tensor
-    gate_up_NX: torch.Tensor
     activated_NF: torch.Tensor
 
     @classmethod
@@ -224,6 +229,5 @@ class _Buffers:
             attended_NX=empty(query),
             selected_NX=empty(query),
             x_NE=empty(config.hidden_size),
-            gate_up_NX=empty(2 * config.intermediate_size),
             activated_NF=empty(config.intermediate_size),
         )

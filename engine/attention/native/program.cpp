@@ -55,10 +55,6 @@ int64_t Program::prepare() {
     case BATON_ATTENTION:
       plan_attention(args_of<BatonAttention>(*op_));
       return (int64_t)tiles_.size();
-    case BATON_GATED_ACTIVATION: {
-      const BatonGatedActivation& args = args_of<BatonGatedActivation>(*op_);
-      return split_rows(*args.num_rows, 4 * (int64_t)args.size);
-    }
     case BATON_ARGMAX: {
       const BatonArgmax& args = args_of<BatonArgmax>(*op_);
       return split_rows(*args.num_rows, args.size);
@@ -113,8 +109,6 @@ void Program::do_item(int64_t item) {
       return table_.attention_tile(args, step_, tiles_[item], next,
                                    thread_scratch(table_.attention_scratch_size_bytes(args)));
     }
-    case BATON_GATED_ACTIVATION:
-      return table_.gated_activation(args_of<BatonGatedActivation>(*op_), begin, end);
     case BATON_ARGMAX: return table_.argmax(args_of<BatonArgmax>(*op_), begin, end);
   }
 }
