@@ -15,6 +15,8 @@
 //
 // Included inside `namespace baton::BATON_ISA_NAMESPACE { namespace {`, after simd.h and gate_impl.h.
 #include "linear_tiles.h"
+//
+#include "linear_store.h"
 
 #ifdef BATON_AMX_TILES
 constexpr int MAX_FEW_ROWS = 0;
@@ -261,28 +263,6 @@ static void finish_panel(const LinearPlan<P>& plan, int output, int count, float
         }
   }
   if (plan.num_parts == 2) gate(args.activation, partial, partial + (size_t)plan.strip_outputs * C * W, count * C);
-}
-
-// A strip's outputs for up to C vectors of rows, transposed, to where they belong.
-template <class T, int C>
-static void store_panel(const BatonLinear& args, int row, int num_rows, int output, int count, const float* partial) {
-  const int64_t stride = args.out_stride;
-  for (int c = 0; c < C; ++c) {
-    const int rows = (int)least(num_rows - c * W, W);
-    for (int at = 0; at < count; at += W) {
-      vf square[W];
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) square[i] = load(partial + ((at + i) * C + c) * W);
-      transpose(square);
-      T* const out = static_cast<T*>(args.out) + (row + c * W) * stride + output + at;
-      if (rows == W && count - at >= W) {
-#pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) store(out + i * stride, square[i]);
-      } else {
-        for (int i = 0; i < rows; ++i) store_up_to(out + i * stride, square[i], count - at);
-      }
-    }
-  }
 }
 
 template <class P, int C>
