@@ -102,19 +102,14 @@ class NativeCpuBackend:
         self._add(OpKind.EMBED, args, table_VE, residual_NE)
 
     def select_rows(self, source_NX: torch.Tensor, target_NX: torch.Tensor) -> None:
-        assert source_NX.stride(1) == target_NX.stride(1) == 1
-        assert source_NX.dtype == target_NX.dtype and source_NX.shape[1] == target_NX.shape[1]
         self._limit(Rows.TOKENS, source_NX)
         self._limit(Rows.SELECTED, target_NX)
-        item_size_bytes = source_NX.element_size()
-        args = structs.SelectRowsStruct(
-            source=source_NX.data_ptr(),
-            target=target_NX.data_ptr(),
-            source_stride_bytes=source_NX.stride(0) * item_size_bytes,
-            target_stride_bytes=target_NX.stride(0) * item_size_bytes,
-            row_size_bytes=source_NX.shape[1] * item_size_bytes,
-        )
-        self._add(OpKind.SELECT_ROWS, args, source_NX, target_NX)
+        self._add(OpKind.SELECT_ROWS, _row_copies(source_NX, target_NX), source_NX, target_NX)
+
+    def place_rows(self, source_NX: torch.Tensor, target_NX: torch.Tensor) -> None:
+        self._limit(Rows.SELECTED, source_NX)
+        self._limit(Rows.TOKENS, target_NX)
+        self._add(OpKind.PLACE_ROWS, _row_copies(source_NX, target_NX), source_NX, target_NX)
 
     def add_norm(
         self,
@@ -224,7 +219,13 @@ class NativeCpuBackend:
         self._add(OpKind.ROTARY_WRITE, args, qkv_NX, cos_sin_PD, q_norm_D, k_norm_D, layer_BKCSD)
 
     def attend(
-        self, qkv_NX: torch.Tensor, layer_BKCSD: torch.Tensor, scale: float, window: int, out_NX: torch.Tensor
+        self,
+        qkv_NX: torch.Tensor,
+        layer_BKCSD: torch.Tensor,
+        scale: float,
+        window: int,
+        out_NX: torch.Tensor,
+        rows: Rows = Rows.TOKENS,
     ) -> None:
         kv = _layer_struct(layer_BKCSD)
         num_heads = out_NX.shape[1] // kv.head_dim
@@ -241,6 +242,7 @@ class NativeCpuBackend:
             num_heads=num_heads,
             window=window,
             scale=scale,
+            selected_only=rows is Rows.SELECTED,
         )
         self._add(OpKind.ATTENTION, args, qkv_NX, layer_BKCSD, out_NX)
 
@@ -323,6 +325,19 @@ def _check_matrix(*tensors: torch.Tensor) -> None:
 def _check_float32_vectors(size: int, *tensors: torch.Tensor | None) -> None:
     for tensor in tensors:
         assert tensor is None or (tensor.dtype == torch.float32 and tensor.shape == (size,) and tensor.is_contiguous())
+
+
+def _row_copies(source_NX: torch.Tensor, target_NX: torch.Tensor) -> structs.SelectRowsStruct:
+    assert source_NX.stride(1) == target_NX.stride(1) == 1
+    assert source_NX.dtype == target_NX.dtype and source_NX.shape[1] == target_NX.shape[1]
+    item_size_bytes = source_NX.element_size()
+    return structs.SelectRowsStruct(
+        source=source_NX.data_ptr(),
+        target=target_NX.data_ptr(),
+        source_stride_bytes=source_NX.stride(0) * item_size_bytes,
+        target_stride_bytes=target_NX.stride(0) * item_size_bytes,
+        row_size_bytes=source_NX.shape[1] * item_size_bytes,
+    )
 
 
 def _layer_struct(layer_BKCSD: torch.Tensor) -> structs.KVLayerStruct:

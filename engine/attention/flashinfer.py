@@ -146,6 +146,11 @@ class FlashInferBackend:
         count = self._num_rows(Rows.SELECTED, target_NX)
         torch.index_select(source_NX, 0, self._step().inputs.rows_R, out=target_NX[:count])
 
+    def place_rows(self, source_NX: torch.Tensor, target_NX: torch.Tensor) -> None:
+        count = self._num_rows(Rows.SELECTED, source_NX)
+        # Where a padded batch names a row twice, both copies are the same.
+        target_NX.index_copy_(0, self._step().inputs.rows_R, source_NX[:count])
+
     def add_norm(
         self,
         x_NE: torch.Tensor | None,
@@ -207,8 +212,15 @@ class FlashInferBackend:
         layer_BKCSD[inputs.blocks_T, :, :, inputs.offsets_T] = kv_TKCD
 
     def attend(
-        self, qkv_NX: torch.Tensor, layer_BKCSD: torch.Tensor, scale: float, window: int, out_NX: torch.Tensor
+        self,
+        qkv_NX: torch.Tensor,
+        layer_BKCSD: torch.Tensor,
+        scale: float,
+        window: int,
+        out_NX: torch.Tensor,
+        rows: Rows = Rows.TOKENS,
     ) -> None:
+        # Of all tokens, whatever the rows: the step's attention is planned once for all layers.
         count = self._num_rows(Rows.TOKENS, out_NX)
         _, num_kv_heads, _, block_size, head_dim = layer_BKCSD.shape
         q_TX, _, _ = _split(qkv_NX[:count], layer_BKCSD)

@@ -18,6 +18,7 @@ class OpKind(IntEnum):
     ROTARY_WRITE = 4
     ATTENTION = 5
     ARGMAX = 6
+    PLACE_ROWS = 7
 
 
 class OpStruct(ctypes.Structure):
@@ -128,6 +129,7 @@ class AttentionStruct(ctypes.Structure):
         ("num_heads", c_int32),
         ("window", c_int32),
         ("scale", c_float),
+        ("selected_only", c_int32),
     ]
 
 

@@ -65,6 +65,10 @@ class TorchReferenceBackend:
         rows_R = self._running().rows_R.to(source_NX.device)
         target_NX[: len(rows_R)] = source_NX[rows_R]
 
+    def place_rows(self, source_NX: torch.Tensor, target_NX: torch.Tensor) -> None:
+        rows_R = self._running().rows_R.to(source_NX.device)
+        target_NX[rows_R] = source_NX[: len(rows_R)]
+
     def add_norm(
         self,
         x_NE: torch.Tensor | None,
@@ -128,8 +132,15 @@ class TorchReferenceBackend:
         layer_BKCSD[blocks_T, :, 1, offsets_T] = v_TKD
 
     def attend(
-        self, qkv_NX: torch.Tensor, layer_BKCSD: torch.Tensor, scale: float, window: int, out_NX: torch.Tensor
+        self,
+        qkv_NX: torch.Tensor,
+        layer_BKCSD: torch.Tensor,
+        scale: float,
+        window: int,
+        out_NX: torch.Tensor,
+        rows: Rows = Rows.TOKENS,
     ) -> None:
+        # Of all tokens, whatever the rows.
         batch = self._running()
         q_THD, _, _ = _split_heads(qkv_NX[: batch.num_tokens], layer_BKCSD)
         out_THD = out_NX[: batch.num_tokens].view(q_THD.shape)

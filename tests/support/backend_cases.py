@@ -182,6 +182,7 @@ OPERATIONS = (
         run=lambda b, t: b.select_rows(t["residual"], t["selected_residual"]),
         changes=("selected_residual",),
     ),
+    Operation(name="place rows", run=lambda b, t: b.place_rows(t["selected"], t["attended"]), changes=("attended",)),
     Operation(
         name="norm",
         run=lambda b, t: b.add_norm(None, None, t["residual"], t["mlp_norm"], EPS, t["normed"], Rows.TOKENS),

@@ -65,7 +65,7 @@ struct BatonEmbed {
   float scale;
 };
 
-// target[r] = source[rows[r]] for r < R; rows of row_size_bytes.
+// target[r] = source[rows[r]] for r < R (select), or target[rows[r]] = source[r] (place); rows of row_size_bytes.
 struct BatonSelectRows {
   const void* source;
   void* target;
@@ -125,7 +125,7 @@ struct BatonRotaryWrite {
 // Attention of S sequences. Tokens query_starts[s] .. query_starts[s + 1] - 1 belong to sequence s and stand at its
 // positions context_starts[s], context_starts[s] + 1, ...; each sees the last `window` positions up to its own, or all of
 // them if window is 0. Their keys and values are in the pool already, through the block ids
-// block_tables[table_starts[s] ...].
+// block_tables[table_starts[s] ...]. With selected_only no more than the outputs of the tokens in `rows` are wanted.
 struct BatonAttention {
   BatonKVLayer kv;
   const void* q;  // [T, H, D], heads contiguous
@@ -135,6 +135,7 @@ struct BatonAttention {
   int32_t num_heads;
   int32_t window;
   float scale;
+  int32_t selected_only;
 };
 
 // ids [N] and values [N]: the first largest element of each row of logits [N, size], NaN where the row holds one.
@@ -154,6 +155,7 @@ enum BatonOpKind : int32_t {
   BATON_ROTARY_WRITE = 4,
   BATON_ATTENTION = 5,
   BATON_ARGMAX = 6,
+  BATON_PLACE_ROWS = 7,
 };
 
 struct BatonOp {
