@@ -63,18 +63,28 @@ def randn(generator: torch.Generator, *shape: int, dtype: DtypeName = "float32",
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [3, 16, 100, 576])
-def test_embed_and_select_rows(isa: str, dtype: DtypeName, size: int) -> None:
+def test_embed_select_and_place_rows(isa: str, dtype: DtypeName, size: int) -> None:
     generator = torch.Generator().manual_seed(2)
     table = randn(generator, 30, size, dtype=dtype)
     batch = mixed_batch(selected=[0, 2, 4])
     for backend in (NativeCpuBackend(1, isa), NativeCpuBackend(3, isa)):
         residual, selected = torch.full((100, size), 7.0), torch.full((4, size), 7.0)
+        placed = torch.full((100, size + 2), 7.0)
 
-        def body(backend: Backend, residual: torch.Tensor = residual, selected: torch.Tensor = selected) -> None:
+        def body(
+            backend: Backend,
+            residual: torch.Tensor = residual,
+            selected: torch.Tensor = selected,
+            placed: torch.Tensor = placed,
+        ) -> None:
             backend.embed(table, 1.5, residual)
             backend.select_rows(residual, selected)
+            backend.place_rows(selected, placed[:, 1:-1])
 
         run(backend, batch, body)
+        assert torch.equal(placed[batch.rows_R, 1:-1], residual[batch.rows_R])
+        placed[batch.rows_R, 1:-1] = 7.0
+        assert bool((placed == 7.0).all()), "nothing beside the rows is touched"
         assert torch.equal(residual[: batch.num_tokens], table[batch.ids_T].float() * 1.5)
         assert bool((residual[batch.num_tokens :] == 7.0).all()), "rows beyond the step are untouched"
         assert torch.equal(selected[:3], residual[batch.rows_R])
