@@ -36,3 +36,6 @@ MAX_WORKERS: Final = 4096
 """Workers registered at once."""
 MAX_LOST_NAMES: Final = 16_384
 """Worker names whose lost lives are remembered, so that a lost life cannot come back; the oldest are forgotten."""
+MAX_KNOWN_BLOCKS: Final = 2**21
+"""Blocks in the prefix map, each counted once for every worker that holds it, at some 150 bytes. Those beyond are not
+hit by placement, only by luck."""

@@ -110,6 +110,7 @@ class ClusterState:
             parts.workers,
             parts.leases,
             parts.links,
+            parts.prefixes,
             parts.timers,
         ):
             part.check_invariants()
@@ -118,6 +119,7 @@ class ClusterState:
         self._check_leases()
         self._check_timers()
         assert all(parts.workers.get(writer) is not None for writer in parts.links.writers()), "a lost worker's link"
+        assert parts.prefixes.lives() == [worker.id for worker in parts.workers.all()], "blocks of a lost worker"
 
     def _from_front(self, now_ns: int, front: FrontId, message: FrontMessage) -> None:
         parts = self._parts

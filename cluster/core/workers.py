@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from cluster.core.attempts import Leg, LegState
 from cluster.core.config import ClusterConfig, PoolConfig
 from cluster.core.ids import AttemptId, Role, WorkerId
-from cluster.core.known_blocks import KnownBlocks
 from cluster.core.limits import MAX_LOST_NAMES, MAX_WORKERS
 from cluster.core.messages import WorkerHello, WorkerLoad
 
@@ -17,8 +16,7 @@ class Worker:
     """One registered life of a worker. Read by placement as `cluster.policy.placement.WorkerLike`.
 
     `legs` has every leg here of an attempt that is not over; the counts are of those not released. What placement
-    counts with is the coordinator's own book-keeping: exact at once, where a heartbeat comes late. `known_blocks` are
-    those that prompts can hit there.
+    counts with is the coordinator's own book-keeping: exact at once, where a heartbeat comes late.
     """
 
     hello: WorkerHello
@@ -26,7 +24,6 @@ class Worker:
     load: WorkerLoad
     last_heard_ns: int
     legs: dict[AttemptId, Leg] = field(default_factory=dict)
-    known_blocks: KnownBlocks = field(default_factory=KnownBlocks)
     num_legs: int = 0
     num_sequences: int = 0
     num_promised_blocks: int = 0
@@ -106,7 +103,6 @@ class Worker:
         assert self.num_unread_tokens == sum(leg.num_unread_tokens for leg in held)
         assert self.num_unreported_tokens == sum(leg.num_unread_tokens for leg in held if leg.unreported)
         assert all(leg.worker == self.id for leg in self.legs.values())
-        self.known_blocks.check_invariants()
 
 
 class WorkerRegistry:

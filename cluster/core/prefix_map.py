@@ -1,0 +1,201 @@
+"""Which workers hold the KV of which blocks, as far as their events have told: what a prompt can hit, and where.
+
+The map is a hint. It lags behind the workers by the interval of their events and may lack what exceeds its limit; the
+worker's own answer to Reserve, and its own look at its pool, decide what is used.
+
+Each hash maps to the set of its holders, a whole number with one bit for each worker. Walking down a prompt's chain of
+hashes keeps the set of workers that hold everything so far, so a look-up costs O(blocks held), however many workers
+there are, and never looks at one that holds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Final
+
+from cluster.core.ids import Role, WorkerId
+from cluster.core.limits import MAX_KNOWN_BLOCKS
+from cluster.core.messages import BlockEvents
+
+BLOCK_HASH_BYTES: Final = 16
+"""Length of a block's hash, which is part of the wire contract."""
+
+
+def pack_chain(block_hashes: Sequence[bytes], max_blocks: int) -> bytes:
+    """A prompt's first `max_blocks` hashes in one piece, which takes a quarter of their memory.
+
+    Ends before a hash of another length than they have.
+    """
+    whole = takewhile(_has_right_length, block_hashes[:max_blocks])
+    return b"".join(whole)
+
+
+def _has_right_length(block_hash: bytes) -> bool:
+    return len(block_hash) == BLOCK_HASH_BYTES
+
+
+@dataclass(slots=True, kw_only=True)
+class _Life:
+    """One worker's life. `bit` stands for it in sets of holders; `hashes` are what it holds."""
+
+    slot: int
+    bit: int
+    role: Role
+    hashes: dict[bytes, None] = field(default_factory=dict)
+    sequence_number: int | None = None
+    is_stale: bool = False
+
+
+class PrefixMap:
+    """Follows the BlockEvents of every registered life.
+
+    A gap in a life's numbers makes what is known of it stale until a snapshot begins it anew, which is asked for once.
+    What was known stays in use meanwhile.
+    """
+
+    def __init__(self, max_blocks: int = MAX_KNOWN_BLOCKS) -> None:
+        """At most `max_blocks` are remembered, each counted once for every holder; further ones are passed over."""
+        self._max_blocks = max_blocks
+        self._num_blocks = 0
+        self._holders: dict[bytes, int] = {}
+        self._lives: dict[WorkerId, _Life] = {}
+        self._slots: list[WorkerId | None] = []
+        self._role_bits = dict.fromkeys(Role, 0)
+
+    def join(self, worker: WorkerId, role: Role) -> None:
+        """That life is registered; nothing is known of it yet."""
+        assert worker not in self._lives
+        slot = self._slots.index(None) if None in self._slots else len(self._slots)
+        self._slots[slot : slot + 1] = [worker]
+        life = _Life(slot=slot, bit=1 << slot, role=role)
+        self._lives[worker] = life
+        self._role_bits[role] |= life.bit
+
+    def leave(self, worker: WorkerId) -> None:
+        """That life is over. Costs O(blocks it held)."""
+        life = self._lives.pop(worker)
+        self._clear(life)
+        self._slots[life.slot] = None
+        self._role_bits[life.role] &= ~life.bit
+
+    def hear(self, worker: WorkerId, events: BlockEvents) -> bool:
+        """Takes a registered life's events in. True if a snapshot is to be asked for."""
+        life = self._lives[worker]
+        expected = None if life.sequence_number is None else life.sequence_number + 1
+        life.sequence_number = events.sequence_number
+        if events.is_snapshot:
+            self._clear(life)
+            life.is_stale = False
+        elif life.is_stale:
+            return False
+        elif events.sequence_number != expected:
+            life.is_stale = True
+            return True
+        self._evict(life, events.evicted)
+        for run in events.stored:
+            self._store(life, run.hashes)
+        return False
+
+    def lives(self) -> list[WorkerId]:
+        """The registered lives, in order."""
+        return sorted(self._lives)
+
+    def num_blocks_of(self, worker: WorkerId) -> int:
+        """Blocks that a registered life is known to hold."""
+        return len(self._lives[worker].hashes)
+
+    def look_up(self, chain: bytes) -> HeldPrefixes:
+        """Who holds how much of a prompt, given the packed hashes of its blocks. Costs O(longest prefix held)."""
+        groups: list[tuple[int, int]] = []
+        holders, num_blocks = 0, 0
+        for start in range(0, len(chain), BLOCK_HASH_BYTES):
+            of_block = self._holders.get(chain[start : start + BLOCK_HASH_BYTES], 0)
+            staying = of_block & holders if start else of_block
+            if staying != holders:
+                if num_blocks:
+                    groups.append((num_blocks, holders & ~staying))
+                holders = staying
+            if not holders:
+                break
+            num_blocks += 1
+        if holders:
+            groups.append((num_blocks, holders))
+        groups.reverse()
+        return HeldPrefixes(self, tuple(groups))
+
+    def holders_in(self, role: Role, bits: int, limit: int) -> list[WorkerId]:
+        """Workers of that role in a set of holders, at most `limit`, in the order of their slots."""
+        bits &= self._role_bits[role]
+        found: list[WorkerId] = []
+        while bits and len(found) < limit:
+            lowest = bits & -bits
+            worker = self._slots[lowest.bit_length() - 1]
+            assert worker is not None
+            found.append(worker)
+            bits ^= lowest
+        return found
+
+    def check_invariants(self) -> None:
+        holders: dict[bytes, int] = {}
+        for worker, life in self._lives.items():
+            assert self._slots[life.slot] == worker and life.bit == 1 << life.slot
+            for block_hash in life.hashes:
+                holders[block_hash] = holders.get(block_hash, 0) | life.bit
+        assert holders == self._holders, "holders and lives disagree"
+        assert self._num_blocks == sum(len(life.hashes) for life in self._lives.values()) <= self._max_blocks
+        assert sum(worker is not None for worker in self._slots) == len(self._lives)
+        for role, bits in self._role_bits.items():
+            assert bits == sum(life.bit for life in self._lives.values() if life.role is role)
+
+    def _store(self, life: _Life, hashes: Iterable[bytes]) -> None:
+        for block_hash in hashes:
+            if self._num_blocks >= self._max_blocks:
+                return
+            if block_hash in life.hashes:
+                continue
+            life.hashes[block_hash] = None
+            others = self._holders.get(block_hash)
+            # A sole holder's set is one object for all its blocks: most blocks have one holder.
+            self._holders[block_hash] = life.bit if others is None else others | life.bit
+            self._num_blocks += 1
+
+    def _evict(self, life: _Life, hashes: Iterable[bytes]) -> None:
+        for block_hash in hashes:
+            if block_hash in life.hashes:
+                del life.hashes[block_hash]
+                self._take_from(life, block_hash)
+
+    def _clear(self, life: _Life) -> None:
+        for block_hash in life.hashes:
+            self._take_from(life, block_hash)
+        life.hashes = {}
+
+    def _take_from(self, life: _Life, block_hash: bytes) -> None:
+        others = self._holders[block_hash] ^ life.bit
+        if others:
+            self._holders[block_hash] = others
+        else:
+            del self._holders[block_hash]
+        self._num_blocks -= 1
+
+
+class HeldPrefixes:
+    """How much of one prompt each worker holds; valid until the map changes."""
+
+    __slots__ = ("_groups", "_map")
+
+    def __init__(self, prefix_map: PrefixMap, groups: tuple[tuple[int, int], ...]) -> None:
+        """`groups`: number of blocks, and the set of the workers that hold just so many; longest first."""
+        self._map = prefix_map
+        self._groups = groups
+
+    def longest(self, role: Role, limit: int) -> dict[WorkerId, int]:
+        """Blocks held, of at most `limit` workers of that role: those that hold most, longest first."""
+        found: dict[WorkerId, int] = {}
+        for num_blocks, bits in self._groups:
+            found.update(dict.fromkeys(self._map.holders_in(role, bits, limit - len(found)), num_blocks))
+            if len(found) == limit:
+                break
+        return found
