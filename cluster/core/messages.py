@@ -226,8 +226,9 @@ ToFrontMessage = FrontWelcome | Refused | Placed | AttemptFailed | EndRequest
 class WorkerLoad:
     """What placement needs to know; sent with the hello and with every heartbeat.
 
-    `step_ms_per_token` is the measured cost of one prefill token, 0 while unmeasured. `prefix_query_tokens` were looked
-    up in the prefix cache since the worker's start, and `prefix_hit_tokens` of them found.
+    Measured costs, 0 while unmeasured: `step_ms_per_token` of one prefill token; a decode step takes `decode_base_ms`
+    and `decode_context_token_ms` for each token of the contexts of its sequences. `prefix_query_tokens` were looked up
+    in the prefix cache since the worker's start, and `prefix_hit_tokens` of them found.
     """
 
     num_running: int = 0
@@ -235,7 +236,8 @@ class WorkerLoad:
     waiting_prefill_tokens: int = 0
     num_steps: int = 0
     step_ms_per_token: float = 0.0
-    decode_step_ms: float = 0.0
+    decode_base_ms: float = 0.0
+    decode_context_token_ms: float = 0.0
     blocks: BlockCounts = BlockCounts(total=0, free=0, active=0, cached=0, reserved=0, quarantined=0)
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
