@@ -6,6 +6,7 @@ from typing import Final
 
 NS_PER_MS: Final = 1_000_000
 NS_PER_S: Final = 1_000_000_000
+MS_PER_S: Final = 1_000
 
 HEARTBEATS_PER_TIMEOUT: Final = 5
 """A worker is given up after missing about so many heartbeats."""

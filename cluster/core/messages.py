@@ -224,11 +224,10 @@ ToFrontMessage = FrontWelcome | Refused | Placed | AttemptFailed | EndRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """What placement needs to know; sent with the hello and with every heartbeat.
+    """What placement needs to know; sent with the hello and with every heartbeat. Costs are 0 while unmeasured.
 
-    Measured costs, 0 while unmeasured: `step_ms_per_token` of one prefill token; a decode step takes `decode_base_ms`
-    and `decode_context_token_ms` for each token of the contexts of its sequences. `prefix_query_tokens` were looked up
-    in the prefix cache since the worker's start, and `prefix_hit_tokens` of them found.
+    `step_ms_per_token` is a prompt token's; a decode step takes `decode_base_ms`, and `decode_context_token_ms` for each
+    token of context. `prefix_query_tokens` have been looked up in the prefix cache, `prefix_hit_tokens` of them found.
     """
 
     num_running: int = 0
@@ -344,8 +343,7 @@ class ReserveRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillDone:
-    """Prefill drew the first token of each answer. `outcome` is set where they end the request: decode's leg is
-    cancelled."""
+    """Prefill drew the first token of each answer. Where they end the request `outcome` is set; decode's leg is void."""
 
     attempt: AttemptId
     outcome: Outcome | None

@@ -34,6 +34,7 @@ class Parts:
     timers: Timers = field(default_factory=Timers)
     fronts: dict[str, FrontId] = field(default_factory=dict)
     num_leases_made: int = 0
+    num_draws: int = 0
 
     @staticmethod
     def make(config: ClusterConfig, epoch: int) -> Parts:
@@ -48,6 +49,11 @@ class Parts:
         """Unique among all lives of the coordinator, and rising."""
         self.num_leases_made += 1
         return self.outbox.epoch << 32 | self.num_leases_made
+
+    def next_seed(self) -> int:
+        """Another one for each decision that draws workers."""
+        self.num_draws += 1
+        return self.num_draws
 
     @property
     def heartbeat_timeout_ns(self) -> int:

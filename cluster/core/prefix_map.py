@@ -63,10 +63,13 @@ class PrefixMap:
         self._lives: dict[WorkerId, _Life] = {}
         self._slots: list[WorkerId | None] = []
         self._role_bits = dict.fromkeys(Role, 0)
+        self._last: tuple[bytes, HeldPrefixes] | None = None
+        """The last chain looked up, until the map changes: a request that waits is looked up again at every event."""
 
     def join(self, worker: WorkerId, role: Role) -> None:
         """That life is registered; nothing is known of it yet."""
         assert worker not in self._lives
+        self._last = None
         slot = self._slots.index(None) if None in self._slots else len(self._slots)
         self._slots[slot : slot + 1] = [worker]
         life = _Life(slot=slot, bit=1 << slot, role=role)
@@ -76,6 +79,7 @@ class PrefixMap:
     def leave(self, worker: WorkerId) -> None:
         """That life is over. Costs O(blocks it held)."""
         life = self._lives.pop(worker)
+        self._last = None
         self._clear(life)
         self._slots[life.slot] = None
         self._role_bits[life.role] &= ~life.bit
@@ -83,6 +87,7 @@ class PrefixMap:
     def hear(self, worker: WorkerId, events: BlockEvents) -> bool:
         """Takes a registered life's events in. True if a snapshot is to be asked for."""
         life = self._lives[worker]
+        self._last = None
         expected = None if life.sequence_number is None else life.sequence_number + 1
         life.sequence_number = events.sequence_number
         if events.is_snapshot:
@@ -108,22 +113,13 @@ class PrefixMap:
 
     def look_up(self, chain: bytes) -> HeldPrefixes:
         """Who holds how much of a prompt, given the packed hashes of its blocks. Costs O(longest prefix held)."""
-        groups: list[tuple[int, int]] = []
-        holders, num_blocks = 0, 0
-        for start in range(0, len(chain), BLOCK_HASH_BYTES):
-            of_block = self._holders.get(chain[start : start + BLOCK_HASH_BYTES], 0)
-            staying = of_block & holders if start else of_block
-            if staying != holders:
-                if num_blocks:
-                    groups.append((num_blocks, holders & ~staying))
-                holders = staying
-            if not holders:
-                break
-            num_blocks += 1
-        if holders:
-            groups.append((num_blocks, holders))
-        groups.reverse()
-        return HeldPrefixes(self, tuple(groups))
+        if self._last is None or self._last[0] != chain:
+            self._last = chain, HeldPrefixes(self, self._walk(chain))
+        return self._last[1]
+
+    def bit_of(self, worker: WorkerId) -> int:
+        """What stands for a registered life in a set of holders."""
+        return self._lives[worker].bit
 
     def holders_in(self, role: Role, bits: int, limit: int) -> list[WorkerId]:
         """Workers of that role in a set of holders, at most `limit`, in the order of their slots."""
@@ -148,6 +144,26 @@ class PrefixMap:
         assert sum(worker is not None for worker in self._slots) == len(self._lives)
         for role, bits in self._role_bits.items():
             assert bits == sum(life.bit for life in self._lives.values() if life.role is role)
+
+    def _walk(self, chain: bytes) -> tuple[tuple[int, int], ...]:
+        """Number of blocks, and the set of the workers that hold just so many; longest first."""
+        groups: list[tuple[int, int]] = []
+        holders, num_blocks = 0, 0
+        holders_of = self._holders.get
+        for start in range(0, len(chain), BLOCK_HASH_BYTES):
+            of_block = holders_of(chain[start : start + BLOCK_HASH_BYTES], 0)
+            staying = of_block & holders if start else of_block
+            if staying != holders:
+                if num_blocks:
+                    groups.append((num_blocks, holders & ~staying))
+                holders = staying
+            if not holders:
+                break
+            num_blocks += 1
+        if holders:
+            groups.append((num_blocks, holders))
+        groups.reverse()
+        return tuple(groups)
 
     def _store(self, life: _Life, hashes: Iterable[bytes]) -> None:
         for block_hash in hashes:
@@ -190,6 +206,11 @@ class HeldPrefixes:
         """`groups`: number of blocks, and the set of the workers that hold just so many; longest first."""
         self._map = prefix_map
         self._groups = groups
+
+    def num_blocks_of(self, worker: WorkerId) -> int:
+        """Blocks of the prompt that a registered life holds."""
+        bit = self._map.bit_of(worker)
+        return next((num_blocks for num_blocks, bits in self._groups if bits & bit), 0)
 
     def longest(self, role: Role, limit: int) -> dict[WorkerId, int]:
         """Blocks held, of at most `limit` workers of that role: those that hold most, longest first."""

@@ -68,8 +68,8 @@ class ClusterState:
         self._now_ns = 0
 
     def handle(self, now_ns: int, event: Event) -> list[Effect]:
-        """Takes in one event. `now_ns` never falls. Costs O(workers) for each request placed, and for each event while
-        requests wait."""
+        """Takes in one event. `now_ns` never falls. Whatever it decides, it looks at a few workers and at as
+        many hashes of a prompt as are held somewhere, at each event while requests wait."""
         assert now_ns >= self._now_ns, "time runs backwards"
         self._now_ns = now_ns
         parts = self._parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.core.attempts import Leg, LegState
@@ -13,7 +14,7 @@ from cluster.core.messages import WorkerHello, WorkerLoad
 
 @dataclass(slots=True, kw_only=True)
 class Worker:
-    """One registered life of a worker. Read by placement as `cluster.policy.placement.WorkerLike`.
+    """One registered life of a worker. Read by placement as `cluster.policy.costs.WorkerLike`.
 
     `legs` has every leg here of an attempt that is not over; the counts are of those not released. What placement
     counts with is the coordinator's own book-keeping: exact at once, where a heartbeat comes late.
@@ -29,6 +30,7 @@ class Worker:
     num_promised_blocks: int = 0
     num_unread_tokens: int = 0
     num_unreported_tokens: int = 0
+    num_given_tokens: int = 0
 
     @property
     def id(self) -> WorkerId:
@@ -37,6 +39,14 @@ class Worker:
     @property
     def role(self) -> Role:
         return self.hello.role
+
+    @property
+    def pool_name(self) -> str:
+        return self.pool.name
+
+    @property
+    def block_size_bytes(self) -> int:
+        return self.hello.block_size_bytes
 
     @property
     def num_total_blocks(self) -> int:
@@ -55,6 +65,14 @@ class Worker:
         return self.load.step_ms_per_token
 
     @property
+    def decode_base_ms(self) -> float:
+        return self.load.decode_base_ms
+
+    @property
+    def decode_context_token_ms(self) -> float:
+        return self.load.decode_context_token_ms
+
+    @property
     def backlog_tokens(self) -> int:
         """Prompt tokens to be read here before a new prompt's.
 
@@ -70,6 +88,7 @@ class Worker:
         self.num_promised_blocks += leg.num_blocks
         self.num_unread_tokens += leg.num_unread_tokens
         self.num_unreported_tokens += leg.num_unread_tokens
+        self.num_given_tokens += leg.num_unread_tokens
 
     def mark_read(self, leg: Leg) -> None:
         """The leg's prompt has been read, or never will be."""
@@ -106,13 +125,19 @@ class Worker:
 
 
 class WorkerRegistry:
-    """Registered lives by name, at most one a name, and for each name the newest life that was lost."""
+    """Registered lives by name, at most one a name, and for each name the newest life that was lost.
+
+    `max_model_tokens` is the longest prompt and answer that all of them take, `max_decode_blocks` the size of the
+    largest decode worker; None while there is none.
+    """
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
         self._by_name: dict[str, Worker] = {}
-        self._by_role: dict[Role, dict[str, Worker]] = {role: {} for role in Role}
+        self._by_role: dict[Role, list[Worker]] = {role: [] for role in Role}
         self._lost: dict[str, int] = {}
+        self.max_model_tokens: int | None = None
+        self.max_decode_blocks: int | None = None
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -125,8 +150,8 @@ class WorkerRegistry:
     def named(self, name: str) -> Worker | None:
         return self._by_name.get(name)
 
-    def with_role(self, role: Role) -> dict[str, Worker]:
-        """By name; not to be changed."""
+    def with_role(self, role: Role) -> Sequence[Worker]:
+        """In order of registration; valid until one registers or is lost."""
         return self._by_role[role]
 
     def all(self) -> tuple[Worker, ...]:
@@ -158,7 +183,8 @@ class WorkerRegistry:
         assert pool is not None and hello.ref.worker.name not in self._by_name
         worker = Worker(hello=hello, pool=pool, load=hello.load, last_heard_ns=now_ns)
         self._by_name[worker.id.name] = worker
-        self._by_role[worker.role][worker.id.name] = worker
+        self._by_role[worker.role].append(worker)
+        self._update_limits()
         return worker
 
     def lose(self, worker_id: WorkerId) -> Worker | None:
@@ -170,16 +196,23 @@ class WorkerRegistry:
         worker = self.get(worker_id)
         if worker is not None:
             del self._by_name[worker_id.name]
-            del self._by_role[worker.role][worker_id.name]
+            self._by_role[worker.role] = [other for other in self._by_role[worker.role] if other is not worker]
+            self._update_limits()
         return worker
 
     def check_invariants(self) -> None:
         assert len(self._by_name) == sum(len(workers) for workers in self._by_role.values())
         for name, worker in self._by_name.items():
             assert worker.id.name == name
-            assert self._by_role[worker.role].get(name) is worker
+            assert any(other is worker for other in self._by_role[worker.role])
             assert not self.is_lost(worker.id) or self._lost[name] > worker.id.incarnation
             worker.check_invariants()
+
+    def _update_limits(self) -> None:
+        """Workers come and go rarely, and requests ask often."""
+        self.max_model_tokens = min((worker.hello.max_model_tokens for worker in self._by_name.values()), default=None)
+        decode = self._by_role[Role.DECODE]
+        self.max_decode_blocks = max((worker.hello.load.blocks.total for worker in decode), default=None)
 
     def _pool_refusal(self, hello: WorkerHello) -> str | None:
         pool = self._config.pool(hello.pool)
