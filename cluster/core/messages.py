@@ -226,8 +226,8 @@ ToFrontMessage = FrontWelcome | Refused | Placed | AttemptFailed | EndRequest
 class WorkerLoad:
     """What placement needs to know; sent with the hello and with every heartbeat. Costs are 0 while unmeasured.
 
-    `step_ms_per_token` is a prompt token's; a decode step takes `decode_base_ms`, and `decode_context_token_ms` for each
-    token of context. `prefix_query_tokens` have been looked up in the prefix cache, `prefix_hit_tokens` of them found.
+    `step_ms_per_token` is a prompt token's; a decode step takes `decode_base_ms`, and `decode_context_token_ms` for a
+    token of context. `prefix_query_tokens` have been looked up in the prefix cache, `prefix_hit_tokens` found.
     """
 
     num_running: int = 0
@@ -343,7 +343,7 @@ class ReserveRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillDone:
-    """Prefill drew the first token of each answer. Where they end the request `outcome` is set; decode's leg is void."""
+    """Prefill drew the first token of each answer. Where they end the request `outcome` is set; decode's is void."""
 
     attempt: AttemptId
     outcome: Outcome | None
