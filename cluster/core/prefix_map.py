@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Final
 
 from cluster.core.ids import Role, WorkerId
@@ -26,14 +25,9 @@ BLOCK_HASH_BYTES: Final = 16
 def pack_chain(block_hashes: Sequence[bytes], max_blocks: int) -> bytes:
     """A prompt's first `max_blocks` hashes in one piece, which takes a quarter of their memory.
 
-    Ends before a hash of another length than they have.
+    Hashes of another length than they have would match nothing, and do no other harm.
     """
-    whole = takewhile(_has_right_length, block_hashes[:max_blocks])
-    return b"".join(whole)
-
-
-def _has_right_length(block_hash: bytes) -> bool:
-    return len(block_hash) == BLOCK_HASH_BYTES
+    return b"".join(block_hashes[:max_blocks])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,6 +56,7 @@ class PrefixMap:
         self._holders: dict[bytes, int] = {}
         self._lives: dict[WorkerId, _Life] = {}
         self._slots: list[WorkerId | None] = []
+        self._free_slots: list[int] = []
         self._role_bits = dict.fromkeys(Role, 0)
         self._last: tuple[bytes, HeldPrefixes] | None = None
         """The last chain looked up, until the map changes: a request that waits is looked up again at every event."""
@@ -70,8 +65,11 @@ class PrefixMap:
         """That life is registered; nothing is known of it yet."""
         assert worker not in self._lives
         self._last = None
-        slot = self._slots.index(None) if None in self._slots else len(self._slots)
-        self._slots[slot : slot + 1] = [worker]
+        if not self._free_slots:
+            self._free_slots.append(len(self._slots))
+            self._slots.append(None)
+        slot = self._free_slots.pop()
+        self._slots[slot] = worker
         life = _Life(slot=slot, bit=1 << slot, role=role)
         self._lives[worker] = life
         self._role_bits[role] |= life.bit
@@ -82,6 +80,7 @@ class PrefixMap:
         self._last = None
         self._clear(life)
         self._slots[life.slot] = None
+        self._free_slots.append(life.slot)
         self._role_bits[life.role] &= ~life.bit
 
     def hear(self, worker: WorkerId, events: BlockEvents) -> bool:
@@ -141,7 +140,8 @@ class PrefixMap:
                 holders[block_hash] = holders.get(block_hash, 0) | life.bit
         assert holders == self._holders, "holders and lives disagree"
         assert self._num_blocks == sum(len(life.hashes) for life in self._lives.values()) <= self._max_blocks
-        assert sum(worker is not None for worker in self._slots) == len(self._lives)
+        assert sorted(self._free_slots) == [slot for slot, worker in enumerate(self._slots) if worker is None]
+        assert len(self._lives) + len(self._free_slots) == len(self._slots)
         for role, bits in self._role_bits.items():
             assert bits == sum(life.bit for life in self._lives.values() if life.role is role)
 
@@ -166,16 +166,19 @@ class PrefixMap:
         return tuple(groups)
 
     def _store(self, life: _Life, hashes: Iterable[bytes]) -> None:
+        held, holders, bit = life.hashes, self._holders, life.bit
+        num_left = num_room = self._max_blocks - self._num_blocks
         for block_hash in hashes:
-            if self._num_blocks >= self._max_blocks:
-                return
-            if block_hash in life.hashes:
+            if block_hash in held:
                 continue
-            life.hashes[block_hash] = None
-            others = self._holders.get(block_hash)
+            if not num_left:
+                break
+            num_left -= 1
+            held[block_hash] = None
+            others = holders.get(block_hash)
             # A sole holder's set is one object for all its blocks: most blocks have one holder.
-            self._holders[block_hash] = life.bit if others is None else others | life.bit
-            self._num_blocks += 1
+            holders[block_hash] = bit if others is None else others | bit
+        self._num_blocks += num_room - num_left
 
     def _evict(self, life: _Life, hashes: Iterable[bytes]) -> None:
         for block_hash in hashes:
@@ -210,7 +213,10 @@ class HeldPrefixes:
     def num_blocks_of(self, worker: WorkerId) -> int:
         """Blocks of the prompt that a registered life holds."""
         bit = self._map.bit_of(worker)
-        return next((num_blocks for num_blocks, bits in self._groups if bits & bit), 0)
+        for num_blocks, bits in self._groups:
+            if bits & bit:
+                return num_blocks
+        return 0
 
     def longest(self, role: Role, limit: int) -> dict[WorkerId, int]:
         """Blocks held, of at most `limit` workers of that role: those that hold most, longest first."""
