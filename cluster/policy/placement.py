@@ -2,8 +2,9 @@
 
 Decode comes first (it holds the request longer): the one where the answer should be written soonest, that is by the
 predicted time per output token and what of the prompt would have to be pushed there. Then prefill, by the predicted
-time until the prompt is read and pushed: what has to be read before it, and what of it is not cached there. Both or
-neither. Among nearly equals the one with the lightest load is taken, then the smallest worker id.
+time until the prompt is read and pushed, which depends on what has to be read before it and on what of it is not cached
+there; the latter counts again, since others have to wait for it. Both or neither. Among nearly equals the one with the
+lightest load is taken, then the smallest worker id.
 
 That a conversation comes back to the workers that hold its beginning follows from this; there is no rule for it.
 """
@@ -18,7 +19,12 @@ from cluster.core.ids import WorkerId
 from cluster.policy.costs import LinksLike, StepCosts, WorkerLike, push_ms, read_ms, tpot_ms, usual_costs
 
 MAX_BACKLOG_CHUNKS: Final = 4
-"""A worker starts a prompt soon if it has at most so many chunks to read before it."""
+"""A worker starts a prompt soon if it has at most so many chunks to read before it ..."""
+MAX_BACKLOG_PER_HELD_TOKEN: Final = 2
+"""... and so many tokens for each of the prompt's that are cached there."""
+READING_WEIGHT: Final = 3
+"""What is read keeps a worker from the prompts of others: each token counts so many times besides the request's own
+wait. Without it busy holders are passed over too readily, and what they hold is computed again."""
 MAX_RESERVED_PERCENT: Final = 75
 """A reservation of a larger share of a decode worker's blocks than this is never granted: it is read there instead."""
 EXPECTED_OUTPUT_TOKENS: Final = 256
@@ -110,13 +116,16 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Option:
-    """A worker that could take it: at what cost, and how heavy its load is (compared in order)."""
+    """A worker that could take it: at what cost, and how heavy its load is (compared in order).
+
+    `predicted_ms`: time per output token of a decode worker; of a prefill worker the time until the prompt is read.
+    """
 
     worker: WorkerLike
     cost_ms: float
     load: tuple[int, int]
     num_uncached_tokens: int
-    tpot_ms: float = 0.0
+    predicted_ms: float
 
 
 def place(
@@ -143,13 +152,14 @@ def place(
         prefill=reader.worker.id,
         decode=decode.worker.id,
         num_uncached_tokens=reader.num_uncached_tokens,
-        reason=f"{_writes(decode)}; {_reads(reader, demand)}, done in {reader.cost_ms:.0f} ms",
+        reason=f"{_writes(decode)}; {_reads(reader, demand)}, done in {reader.predicted_ms:.0f} ms",
     )
 
 
 def starts_soon(worker: WorkerLike, num_held_tokens: int = 0) -> bool:
-    """Whether a prompt given to it now would not wait long: no longer than the tokens held there save, and a little."""
-    return worker.backlog_tokens <= MAX_BACKLOG_CHUNKS * worker.chunk_tokens + num_held_tokens
+    """Whether a prompt of which so much is cached there would not wait long if it were given to it now."""
+    worth_tokens = MAX_BACKLOG_PER_HELD_TOKEN * num_held_tokens
+    return worker.backlog_tokens <= MAX_BACKLOG_CHUNKS * worker.chunk_tokens + worth_tokens
 
 
 def _decode_options(
@@ -176,13 +186,13 @@ def _decode_option(
     if prefill:
         start_ms = push_ms(candidates.links, prefill[0], worker, demand.num_read_blocks - num_held_blocks)
     else:
-        start_ms = read_ms(worker, num_uncached_tokens, usual)
+        start_ms = read_ms(worker, num_uncached_tokens, usual) + _others_ms(num_uncached_tokens, usual)
     return _Option(
         worker=worker,
         cost_ms=start_ms + demand.num_emitted * token_ms,
         load=(worker.num_promised_blocks - num_held_blocks - worker.num_total_blocks, worker.num_sequences),
         num_uncached_tokens=num_uncached_tokens,
-        tpot_ms=token_ms,
+        predicted_ms=token_ms,
     )
 
 
@@ -197,15 +207,22 @@ def _prefill_options(demand: Demand, candidates: Candidates, decode: WorkerLike)
             continue
         num_uncached_tokens = demand.num_tokens - num_held_tokens
         pushed_ms = read_ms(worker, 0, usual) + push_ms(candidates.links, worker, decode, num_pushed_blocks)
+        predicted_ms = max(read_ms(worker, num_uncached_tokens, usual), pushed_ms)
         options.append(
             _Option(
                 worker=worker,
-                cost_ms=max(read_ms(worker, num_uncached_tokens, usual), pushed_ms),
+                cost_ms=predicted_ms + _others_ms(num_uncached_tokens, usual),
                 load=(worker.num_given_tokens, worker.num_sequences),
                 num_uncached_tokens=num_uncached_tokens,
+                predicted_ms=predicted_ms,
             )
         )
     return options
+
+
+def _others_ms(num_tokens: int, usual: StepCosts) -> float:
+    """What reading so many tokens costs those that come after, wherever it is done."""
+    return READING_WEIGHT * num_tokens * usual.ms_per_token
 
 
 def _best(options: list[_Option]) -> _Option | None:
@@ -232,7 +249,7 @@ def _place_local(demand: Demand, option: _Option, why: str) -> Placement | Wait:
 
 def _writes(option: _Option) -> str:
     num_left = option.worker.num_total_blocks - option.worker.num_promised_blocks
-    return f"{option.worker.id} with {num_left} blocks left should write a token in {option.tpot_ms:.1f} ms"
+    return f"{option.worker.id} with {num_left} blocks left should write a token in {option.predicted_ms:.1f} ms"
 
 
 def _reads(option: _Option, demand: Demand) -> str:

@@ -225,15 +225,21 @@ def test_the_prompt_is_read_where_its_beginning_is_cached() -> None:
     assert _place([other, holder], [_worker("d0")], held={"p1": 2}) == ("p1", "d0")
     busy = replace(holder, backlog_tokens=20)
     assert _place([other, busy], [_worker("d0")], held={"p1": 2}) == ("p1", "d0")
-    busier = replace(holder, backlog_tokens=40)
-    assert _place([other, busier], [_worker("d0")], held={"p1": 2}) == ("p0", "d0"), "computing it again is sooner"
+    busier = replace(holder, backlog_tokens=140)
+    assert _place([other, busier], [_worker("d0")], held={"p1": 2}) == ("p0", "d0"), "computing it again is better"
+
+
+def test_what_others_would_wait_for_counts_as_well() -> None:
+    """The holder would have read it a little later than the other one, which would be busy for much longer."""
+    holder, other = _worker("p1", ms_per_token=1.0, backlog_tokens=60), _worker("p0", ms_per_token=1.0)
+    assert _place([other, holder], [_worker("d0")], held={"p1": 2}) == ("p1", "d0")
 
 
 def test_a_prompt_may_wait_longer_where_it_saves_as_much() -> None:
-    holder = _worker("p0", backlog_tokens=4 * 64 + 32)
+    holder = _worker("p0", backlog_tokens=4 * 64 + 64)
     assert _place([holder], [_worker("d0")], held={"p0": 2}) == ("p0", "d0")
     assert _place([holder], [_worker("d0")], held={"p0": 1}) == "no prefill worker can start soon"
-    reader = _worker("d0", backlog_tokens=4 * 64 + 32)
+    reader = _worker("d0", backlog_tokens=4 * 64 + 64)
     assert _place([], [reader], held={"d0": 2}) == (None, "d0")
 
 
