@@ -10,7 +10,7 @@ there are, and never looks at one that holds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -32,12 +32,14 @@ def pack_chain(block_hashes: Sequence[bytes], max_blocks: int) -> bytes:
 
 @dataclass(slots=True, kw_only=True)
 class _Life:
-    """One worker's life. `bit` stands for it in sets of holders; `hashes` are what it holds."""
+    """One worker's life. `bit` stands for it in sets of holders; `hashes` are what it holds, `expected` what it is to
+    compute besides."""
 
     slot: int
     bit: int
     role: Role
     hashes: dict[bytes, None] = field(default_factory=dict)
+    expected: dict[bytes, None] = field(default_factory=dict)
     sequence_number: int | None = None
     is_stale: bool = False
 
@@ -46,7 +48,8 @@ class PrefixMap:
     """Follows the BlockEvents of every registered life.
 
     A gap in a life's numbers makes what is known of it stale until a snapshot begins it anew, which is asked for once.
-    What was known stays in use meanwhile.
+    What was known stays in use meanwhile. Who is to read a prompt counts as a holder of its blocks at once, so that
+    prompts with the same beginning that come together are read by one worker, which computes it once.
     """
 
     def __init__(self, max_blocks: int = MAX_KNOWN_BLOCKS) -> None:
@@ -79,6 +82,8 @@ class PrefixMap:
         life = self._lives.pop(worker)
         self._last = None
         self._clear(life)
+        for block_hash in life.expected:
+            self._take_from(life, block_hash)
         self._slots[life.slot] = None
         self._free_slots.append(life.slot)
         self._role_bits[life.role] &= ~life.bit
@@ -101,6 +106,28 @@ class PrefixMap:
         for run in events.stored:
             self._store(life, run.hashes)
         return False
+
+    def expect(self, worker: WorkerId, chain: bytes) -> tuple[bytes, ...]:
+        """A registered life is to read that prompt. Returns the hashes that this is the first word of."""
+        life = self._lives[worker]
+        self._last = None
+        hashes = [chain[start : start + BLOCK_HASH_BYTES] for start in range(0, len(chain), BLOCK_HASH_BYTES)]
+        news = tuple(h for h in hashes if h not in life.hashes and h not in life.expected)
+        self._add(life, life.expected, news)
+        return news
+
+    def expect_no_more(self, worker: WorkerId, hashes: tuple[bytes, ...]) -> None:
+        """What `expect` returned: of these, what the registered life has not told of by now it may never compute."""
+        life = self._lives[worker]
+        self._last = None
+        for block_hash in hashes:
+            if block_hash in life.expected:
+                del life.expected[block_hash]
+                self._take_from(life, block_hash)
+
+    def expected_of(self, worker: WorkerId) -> KeysView[bytes]:
+        """What a registered life is to compute and has not told of."""
+        return self._lives[worker].expected.keys()
 
     def lives(self) -> list[WorkerId]:
         """The registered lives, in order."""
@@ -136,10 +163,12 @@ class PrefixMap:
         holders: dict[bytes, int] = {}
         for worker, life in self._lives.items():
             assert self._slots[life.slot] == worker and life.bit == 1 << life.slot
-            for block_hash in life.hashes:
+            assert not life.hashes.keys() & life.expected.keys()
+            for block_hash in (*life.hashes, *life.expected):
                 holders[block_hash] = holders.get(block_hash, 0) | life.bit
         assert holders == self._holders, "holders and lives disagree"
-        assert self._num_blocks == sum(len(life.hashes) for life in self._lives.values()) <= self._max_blocks
+        num_blocks = sum(len(life.hashes) + len(life.expected) for life in self._lives.values())
+        assert self._num_blocks == num_blocks <= self._max_blocks
         assert sorted(self._free_slots) == [slot for slot, worker in enumerate(self._slots) if worker is None]
         assert len(self._lives) + len(self._free_slots) == len(self._slots)
         for role, bits in self._role_bits.items():
@@ -165,8 +194,17 @@ class PrefixMap:
         groups.reverse()
         return tuple(groups)
 
-    def _store(self, life: _Life, hashes: Iterable[bytes]) -> None:
-        held, holders, bit = life.hashes, self._holders, life.bit
+    def _store(self, life: _Life, hashes: tuple[bytes, ...]) -> None:
+        if life.expected:
+            for block_hash in hashes:
+                if block_hash in life.expected:
+                    del life.expected[block_hash]
+                    life.hashes[block_hash] = None
+        self._add(life, life.hashes, hashes)
+
+    def _add(self, life: _Life, held: dict[bytes, None], hashes: tuple[bytes, ...]) -> None:
+        """The life becomes a holder of these, where it is none. `held`: which of its tables they are kept in."""
+        holders, bit = self._holders, life.bit
         num_left = num_room = self._max_blocks - self._num_blocks
         for block_hash in hashes:
             if block_hash in held:

@@ -26,15 +26,20 @@ def role_of(worker: WorkerId) -> Role:
 
 
 class Model:
-    """What each life has told, and whether a message of it was missed."""
+    """What each life has told, whether a message of it was missed, and what it is to read."""
 
     def __init__(self) -> None:
         self.held: dict[WorkerId, set[bytes]] = {}
         self.is_stale: dict[WorkerId, bool] = {}
+        self.expected: dict[WorkerId, set[bytes]] = {}
+
+    def join(self, worker: WorkerId) -> None:
+        self.held[worker], self.expected[worker], self.is_stale[worker] = set(), set(), True
 
     def longest(self, role: Role, path: str) -> dict[WorkerId, int]:
         found = {}
-        for worker, held in self.held.items():
+        for worker, told in self.held.items():
+            held = told | self.expected[worker]
             num_blocks = next((n for n, h in enumerate(chain_of(path)) if h not in held), len(path))
             if num_blocks and role_of(worker) is role:
                 found[worker] = num_blocks
@@ -43,7 +48,9 @@ class Model:
 
 PATHS = st.text("ab", min_size=1, max_size=5)
 ACTIONS = st.tuples(
-    st.integers(0, NUM_NAMES - 1), st.sampled_from(("store", "store", "evict", "lose", "snapshot", "restart")), PATHS
+    st.integers(0, NUM_NAMES - 1),
+    st.sampled_from(("store", "store", "evict", "lose", "snapshot", "restart", "expect", "give up")),
+    PATHS,
 )
 
 
@@ -55,7 +62,7 @@ def test_the_map_knows_what_a_plain_model_knows(actions: list[tuple[int, str, st
     numbers = [0] * NUM_NAMES
     for worker in lives:
         prefix_map.join(worker, role_of(worker))
-        model.held[worker], model.is_stale[worker] = set(), True
+        model.join(worker)
     for index, action, path in actions:
         worker = lives[index]
         if action == "restart":
@@ -63,7 +70,16 @@ def test_the_map_knows_what_a_plain_model_knows(actions: list[tuple[int, str, st
             del model.held[worker]
             lives[index] = worker = WorkerId(worker.name, worker.incarnation + 1)
             prefix_map.join(worker, role_of(worker))
-            model.held[worker], model.is_stale[worker] = set(), True
+            model.join(worker)
+            continue
+        if action == "expect":
+            news = set(prefix_map.expect(worker, pack_chain(chain_of(path), len(path))))
+            assert news == set(chain_of(path)) - model.held[worker] - model.expected[worker]
+            model.expected[worker] |= news
+            continue
+        if action == "give up":
+            prefix_map.expect_no_more(worker, tuple(chain_of(path)))
+            model.expected[worker] -= set(chain_of(path))
             continue
         numbers[index] += 1
         if action == "lose":
@@ -82,6 +98,7 @@ def test_the_map_knows_what_a_plain_model_knows(actions: list[tuple[int, str, st
         if not model.is_stale[worker]:
             held.update(stored)
             held.difference_update(evicted)
+            model.expected[worker] -= held
         prefix_map.check_invariants()
     for path in asked:
         held_prefixes = prefix_map.look_up(pack_chain(chain_of(path), len(path)))

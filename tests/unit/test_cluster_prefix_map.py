@@ -115,3 +115,36 @@ def test_what_is_told_twice_counts_once() -> None:
     prefix_map.hear(P0, events(2, CHAIN[:3], evicted=[CHAIN[7]]))
     prefix_map.check_invariants()
     assert prefix_map.num_blocks_of(P0) == 3
+
+
+def test_who_is_to_read_a_prompt_counts_as_its_holder() -> None:
+    prefix_map = map_of(p0=2)
+    assert prefix_map.expect(P0, pack_chain(CHAIN, 6)) == CHAIN[2:6]
+    assert prefix_map.expect(P0, pack_chain(CHAIN, 8)) == CHAIN[6:], "the rest is expected already"
+    assert longest(prefix_map) == [("p0", 8)] and prefix_map.num_blocks_of(P0) == 2
+    prefix_map.hear(P0, events(2, CHAIN[2:4]))
+    prefix_map.check_invariants()
+    prefix_map.expect_no_more(P0, CHAIN[2:6])
+    prefix_map.check_invariants()
+    assert longest(prefix_map) == [("p0", 4)], "what was told of stays"
+    assert list(prefix_map.expected_of(P0)) == list(CHAIN[6:])
+
+
+def test_a_snapshot_does_not_end_what_is_expected_and_the_end_of_a_life_does() -> None:
+    prefix_map = map_of(p0=2)
+    prefix_map.expect(P0, pack_chain(CHAIN, 4))
+    prefix_map.hear(P0, events(2, CHAIN[:1], is_snapshot=True))
+    prefix_map.check_invariants()
+    assert longest(prefix_map) == [("p0", 1)]
+    prefix_map.hear(P0, events(3, CHAIN[1:2]))
+    assert longest(prefix_map) == [("p0", 4)]
+    prefix_map.leave(P0)
+    prefix_map.check_invariants()
+    assert longest(prefix_map) == []
+
+
+def test_no_more_is_expected_than_the_map_may_remember() -> None:
+    prefix_map = map_of(max_blocks=5, p0=3)
+    prefix_map.expect_no_more(P0, prefix_map.expect(P0, pack_chain(CHAIN, 8)))
+    prefix_map.check_invariants()
+    assert longest(prefix_map) == [("p0", 3)]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.core.ids import AttemptId, WorkerId
-from cluster.core.messages import BlockEvents, BlockRun, PrefillDone, Reserve, RunLocal
+from cluster.core.ids import AttemptId, Outcome, WorkerId
+from cluster.core.messages import BlockEvents, BlockRun, CancelRequest, Reserve, RunLocal
 from cluster.policy.candidates import NUM_DRAWN
 from engine.core.block_hash import ROOT_HASH, hash_blocks
-from tests.support.coordinator import D0, D1, P0, P1, TIMELINE, Bench, make_config
+from tests.support.coordinator import D0, D1, P0, P1, Bench, make_config
 
-R1 = AttemptId("r", 1)
 PROMPT = range(500, 820)
 CHAIN = tuple(hash_blocks(PROMPT, 16, b""))
 
@@ -31,6 +30,13 @@ def tell(bench: Bench, worker: WorkerId, number: int, num_blocks: int, *, evicte
 
 def submit(bench: Bench, request_id: str = "r") -> Any:
     return bench.submit(request_id, num_prompt_tokens=len(PROMPT), block_hashes=CHAIN)  # type: ignore[arg-type]
+
+
+def leave(bench: Bench, request_id: str) -> None:
+    """The client leaves before decode has answered; nothing of the request is left."""
+    bench.front_says(CancelRequest(request_id=request_id, outcome=Outcome.CANCELLED, reason="left"))
+    for worker in (D0, D1):
+        bench.release(worker, AttemptId(request_id, 1))
 
 
 def reader(bench: Bench, request_id: str = "r") -> WorkerId | None:
@@ -60,8 +66,20 @@ def test_only_what_is_not_cached_counts_as_backlog() -> None:
     assert "reads 16 of 320 tokens after 48" in bench.state.requests(bench.now_ns)[3].why
     uncached = bench_of(P0, D0)
     for number in range(3):
-        submit(uncached, f"r{number}")
+        uncached.submit(f"r{number}", num_prompt_tokens=len(PROMPT))
     assert [uncached.phase(f"r{number}") for number in range(3)] == ["reserving", "queued", "queued"]
+
+
+def test_prompts_that_come_together_are_read_by_one_worker() -> None:
+    bench = bench_of(P0, P1, D0, D1)
+    for request_id in ("r", "s", "t"):
+        submit(bench, request_id)
+    assert [reader(bench, request_id) for request_id in ("r", "s", "t")] == [P0, P0, P0]
+    assert "reads 16 of 320 tokens after 336" in bench.state.requests(bench.now_ns)[2].why
+    for request_id in ("r", "s", "t"):
+        leave(bench, request_id)
+    submit(bench, "u")
+    assert reader(bench, "u") == P1, "nothing is expected of the first any more, and it has been given more to read"
 
 
 def test_the_hint_follows_the_events_and_the_worker_that_is_lost() -> None:
@@ -70,11 +88,11 @@ def test_the_hint_follows_the_events_and_the_worker_that_is_lost() -> None:
     tell(bench, P1, 2, 0, evicted=CHAIN[:10])
     submit(bench)
     assert reader(bench) == P0
+    leave(bench, "r")
     tell(bench, P1, 3, 10)
     submit(bench, "s")
     assert reader(bench, "s") == P1
     bench.worker_gone(P1)
-    bench.worker_says(P0, PrefillDone(attempt=R1, outcome=None, timeline=TIMELINE))
     assert reader(bench, "s") == P0
 
 

@@ -94,7 +94,7 @@ def _start_pair(
         decode=_leg(request, decode, Role.DECODE, demand.num_expected_blocks, demand.num_sequences, 0),
         why=placement.reason,
     )
-    _open(parts, attempt)
+    _open(parts, request, attempt)
     attempt.decode.state = LegState.ACTIVE
     parts.leases.open(
         Lease(
@@ -137,7 +137,7 @@ def _start_local(parts: Parts, now_ns: int, request: Request, demand: Demand, pl
         why=placement.reason,
         committed=True,
     )
-    _open(parts, attempt)
+    _open(parts, request, attempt)
     attempt.decode.state = LegState.ACTIVE
     request.enter(Phase.LOCAL)
     parts.outbox.to_worker(decode.id, RunLocal(attempt=attempt.attempt_id), body_of=request.request_id)
@@ -165,7 +165,9 @@ def _leg(
     )
 
 
-def _open(parts: Parts, attempt: Attempt) -> None:
+def _open(parts: Parts, request: Request, attempt: Attempt) -> None:
+    reader = attempt.prefill or attempt.decode
+    reader.expected = parts.prefixes.expect(reader.worker, request.chain)
     parts.attempts.add(attempt)
     for leg in attempt.legs:
         _registered(parts, leg.worker).take(leg)
