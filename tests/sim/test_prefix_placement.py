@@ -53,6 +53,14 @@ def test_a_conversation_comes_back_to_the_worker_that_has_read_it() -> None:
     assert cached_share(world) > 0.5
 
 
+def test_one_prompt_asked_by_many_at_once_is_computed_once() -> None:
+    """All come before its first block can have been told of."""
+    many = [dataclasses.replace(ask(0, num_prompt_tokens=50), request_id=f"r{index}", front=0) for index in range(8)]
+    world = make_world(*many, num_prefill=4, num_decode=4, num_blocks=192)
+    assert all(client.outcome in ANSWERED for client in finish(world))
+    assert cached_share(world) >= 7 / 8 * 48 / 50
+
+
 def test_a_map_that_hears_nothing_more_costs_time_and_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers' events are lost after the first: what is cached is found by luck alone."""
     hear, informed = PrefixMap.hear, run_conversations()[0]
