@@ -14,9 +14,15 @@ TEST_EXTRAS_INSTALLED := $(VENV)/.test-extras-installed
 ENGINE_SOAK := tests/property/test_engine_scheduler_machine.py tests/property/test_engine_model_machine.py \
 	tests/integration/test_engine_memory.py
 
+# Two at a time, as nothing in them waits for a clock; the others start processes and have the machine to themselves.
+IN_PARALLEL := -n 2 --dist worksteal
+FAST_TIERS := tests/tidy tests/unit tests/property tests/sim
+COMPUTE_ONLY := tests/integration/test_bfloat16_paths.py tests/integration/test_engine_loglikelihoods.py \
+	tests/integration/test_engine_reference.py tests/integration/test_gemma3_reference.py
+
 FREEZE := build/lock/bin/python -m pip freeze --all --exclude baton-cluster --exclude pip | sed 's/+cpu$$//'
 
-.PHONY: kernels demo test test-wires test-fast lint bench soak soak-engine soak-push stubs lock clean help
+.PHONY: kernels demo test test-wires test-fast lint bench soak soak-engine soak-push soak-exact stubs lock clean help
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -43,16 +49,18 @@ demo: kernels  ## Serve a real model from one prefill and one decode worker, and
 	@$(BIN)/baton demo
 
 test: $(TEST_EXTRAS_INSTALLED) kernels  ## Everything: style, types, import rules, and all tiers of tests.
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 tests/tidy tests/unit tests/property tests/sim
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/integration tests/e2e tests/gpu
+	@PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) $(FAST_TIERS) $(COMPUTE_ONLY)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/integration tests/e2e tests/gpu \
+		$(addprefix --ignore ,$(COMPUTE_ONLY))
 
 test-wires: $(TEST_EXTRAS_INSTALLED) kernels  ## More tests of the transports between hosts, some minutes of them.
-	@$(BIN)/python -m pytest tests/wires/test_nixl_transport.py tests/wires/test_nixl_hosts.py
+	@$(BIN)/python -m pytest tests/wires/test_nixl_transport.py
 	@$(BIN)/python -m pytest tests/wires/test_ucx_transport.py
+	@$(BIN)/python -m pytest tests/wires/test_hosts.py tests/wires/test_hosts_workers.py
 	@BATON_KILLED_REMOTE_PUSHES=12 $(BIN)/python -m pytest tests/integration/test_push_killed.py
 
 test-fast: kernels  ## The tiers that take seconds: unit, property, simulation, tidy.
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 tests/tidy tests/unit tests/property tests/sim
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(IN_PARALLEL) $(FAST_TIERS)
 
 lint: $(INSTALLED)  ## Style, types, import rules.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/tidy
@@ -60,8 +68,11 @@ lint: $(INSTALLED)  ## Style, types, import rules.
 bench: kernels  ## Run every benchmark; JSON and plots land in benchmarks/results.
 	@$(BIN)/python -m benchmarks.run_all
 
-soak: soak-engine soak-push  ## Many more histories than the tests run: of simulated clusters, the engine, and pushes.
+soak: soak-engine soak-push soak-exact  ## Many more histories than the tests run: of simulated clusters, the engine, and pushes.
 	@BATON_SIM_HISTORIES=20000 $(BIN)/python -m pytest tests/sim --timeout 7200
+
+soak-exact: kernels  ## All reference prompts one after the other through a cluster, to their answers' ends.
+	@BATON_FULL_ALONE_EVERY=1 $(BIN)/python -m pytest tests/e2e/test_exact.py
 
 soak-engine: kernels  ## 10,000 histories of scheduler and block pool, 1,000 on a model, 20,000 requests' memory.
 	@BATON_SCHEDULER_HISTORIES=10000 BATON_MODEL_HISTORIES=1000 BATON_SHORT_REQUESTS=20000 \

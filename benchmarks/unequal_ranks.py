@@ -19,7 +19,8 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.report import Report, Result, arguments, at_least, finish
-from kv_transfer.checksum import as_memory, checksums
+from kv_transfer.checksum import as_memory
+from kv_transfer.checksum import checksums as sums_of
 from kv_transfer.native_library import load
 from kv_transfer.protocol.codec import decode, encode
 from kv_transfer.protocol.gang import GangReceiver
@@ -41,7 +42,9 @@ from kv_transfer.protocol.messages import (
     VerifyBlocks,
     WriteBlocks,
 )
+from kv_transfer.protocol.plan import summed_first
 from kv_transfer.protocol.ranks import GangLayout, bad_blocks, pair_gangs, rank_of, rank_peer
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.transport.base import Connected, Notified, TransportEvent, WriteCompleted
 from kv_transfer.transport.shm import ShmTransport
 from kv_transfer.transport.shm_pool import create_pool
@@ -63,14 +66,14 @@ SPAWN = multiprocessing.get_context("spawn")
 class ReceivingRank:
     """One rank of the receiving gang, in a process of its own; its leader is at the other end of the pipe."""
 
-    def __init__(self, me: PeerId, num_ranks: int, checksum: bool, pipe: Connection) -> None:
+    def __init__(self, me: PeerId, num_ranks: int, checksums: Checksums, pipe: Connection) -> None:
         gang = GangLayout(model="m", layout=LAYOUT, num_ranks=num_ranks)
         self.pair = pair_gangs(GangLayout(model="m", layout=LAYOUT), gang).pair(0, rank_of(me))
         self.pipe = pipe
         pool = create_pool(gang.rank_layout().pool_size_bytes(NUM_BLOCKS))
         self.memory = as_memory(pool.mapping)
         self.transport = ShmTransport(me, pool)
-        self.machine = GangReceiver(LIMITS, checksum, num_layers=LAYOUT.num_layers)
+        self.machine = GangReceiver(LIMITS, checksums, num_layers=LAYOUT.num_layers)
 
     def run(self) -> None:
         self.pipe.send(self.transport.endpoint())
@@ -100,22 +103,21 @@ class ReceivingRank:
             if isinstance(effect, SendMessage):
                 self.transport.write(effect.peer, [], encode(effect.message))
             elif isinstance(effect, VerifyBlocks):
-                sums = checksums(self.memory, self.pair.target_ranges(effect.block_ids))
+                sums = sums_of(self.memory, self.pair.target_ranges(effect.block_ids))
                 bad = bad_blocks(effect.block_ids, sums, effect.checksums)
                 self.perform(self.machine.on_verified(time.monotonic_ns(), effect.key, effect.chunk, bad, effect.rank))
             else:
                 self.pipe.send(effect)
 
 
-def receive(me: PeerId, num_ranks: int, checksum: bool, pipe: Connection) -> None:
-    ReceivingRank(me, num_ranks, checksum, pipe).run()
+def receive(me: PeerId, num_ranks: int, checksums: Checksums, pipe: Connection) -> None:
+    ReceivingRank(me, num_ranks, checksums, pipe).run()
 
 
 class Case:
     """One sending rank, here, and the receiving gang's processes with their leader, here too."""
 
-    def __init__(self, num_receivers: int, checksum: bool) -> None:
-        self.checksum = checksum
+    def __init__(self, num_receivers: int, checksums: Checksums) -> None:
         gangs = [GangLayout(model="m", layout=LAYOUT, num_ranks=degree) for degree in (1, num_receivers)]
         self.pairs = pair_gangs(*gangs)
         self.peers = [rank_peer(RECEIVER, rank) for rank in range(num_receivers)]
@@ -123,14 +125,14 @@ class Case:
         self.processes = []
         for peer in self.peers:
             ours, theirs = SPAWN.Pipe()
-            process = SPAWN.Process(target=receive, args=(peer, num_receivers, checksum, theirs), daemon=True)
+            process = SPAWN.Process(target=receive, args=(peer, num_receivers, checksums, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
         self.pool = create_pool(LAYOUT.pool_size_bytes(NUM_BLOCKS))
         self.transport = ShmTransport(SENDER, self.pool)
-        self.machine = GangSender(LIMITS, checksum, 0, num_layers=LAYOUT.num_layers)
+        self.machine = GangSender(LIMITS, checksums, 0, num_layers=LAYOUT.num_layers)
         self.leader = TargetLeader(LIMITS)
         self.writes: dict[int, int] = {}
         self.endpoints = {peer: pipe.recv() for peer, pipe in zip(self.peers, self.pipes, strict=True)}
@@ -208,10 +210,10 @@ class Case:
                 self.transport.write(effect.peer, [], encode(effect.message))
             elif isinstance(effect, WriteBlocks):
                 pair = self.pairs.pair(0, rank_of(effect.peer))
-                targets = [block.block_id for block in effect.message.blocks]
-                copies = pair.copies(zip(effect.source_blocks, targets, strict=True))
-                payload = encode(replace(effect.message, num_pieces=pair.num_pieces()))
-                handle = self.transport.write(effect.peer, copies, payload, checksum=self.checksum)
+                message = replace(effect.message, num_pieces=pair.num_pieces())
+                pairs = list(zip(effect.source_blocks, (block.block_id for block in message.blocks), strict=True))
+                copies, num_sums = pair.copies(summed_first(pairs, message.summed)), message.num_checksums
+                handle = self.transport.write(effect.peer, copies, encode(message), checksum=True, num_summed=num_sums)
                 self.writes[handle] = effect.write_id
             elif isinstance(effect, SourceReleased) and effect.committed:
                 self.is_released = True
@@ -230,10 +232,10 @@ class Case:
                 raise RuntimeError(f"the push failed: {effect}")
 
 
-def measure(num_rounds: int, *, checksum: bool) -> dict[int, list[float]]:
+def measure(num_rounds: int, checksums: Checksums) -> dict[int, list[float]]:
     """Seconds a push by number of receiving ranks; the first round of each connects and warms up."""
     rng = random.Random(1)
-    cases = {num_receivers: Case(num_receivers, checksum) for num_receivers in (1, 2)}
+    cases = {num_receivers: Case(num_receivers, checksums) for num_receivers in (1, 2)}
     try:
         times: dict[int, list[float]] = {num_receivers: [] for num_receivers in cases}
         for number in range(num_rounds + 1):
@@ -294,8 +296,8 @@ def main() -> None:
         "max_blocks_per_write": MAX_BLOCKS_PER_WRITE,
         "native_copy": load() is not None,
     }
-    evaluate(report, measure(num_rounds, checksum=False), "off")
-    evaluate(report, measure(num_rounds, checksum=True), "full")
+    for checksums in (Checksums.OFF, Checksums.FULL):
+        evaluate(report, measure(num_rounds, checksums), checksums.value)
     finish(report, args, lambda path: plot(report, path))
 
 

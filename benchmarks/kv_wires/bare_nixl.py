@@ -20,6 +20,7 @@ from benchmarks.kv_wires.plans import (
 from benchmarks.kv_wires.remote import IsCalled
 from kv_transfer.checksum import Memory
 from kv_transfer.protocol.plan import Copy
+from kv_transfer.protocol.sampling import Checksums
 
 SENDER_NAME, RECEIVER_NAME = "sender", "receiver"
 DONE = b"done"
@@ -78,8 +79,8 @@ class BareNixlEnd:
         self._agent.send_notif(self._peer, DONE)
         self.serve()
 
-    def send(self, load: Load, seed: int, checksum: bool) -> Timing:
-        assert not checksum, "the library does not sum"
+    def send(self, load: Load, seed: int, checksums: Checksums) -> Timing:
+        assert checksums is Checksums.OFF, "the library does not sum"
         writes = scattered_writes(load, seed)
         num_posted, in_flight, is_done = 0, [], False
         watch = Stopwatch()

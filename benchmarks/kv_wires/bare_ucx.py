@@ -16,6 +16,7 @@ from benchmarks.kv_wires.plans import LIMITS, Load, Stopwatch, Timing, make_pool
 from benchmarks.kv_wires.remote import IsCalled
 from kv_transfer.checksum import Memory
 from kv_transfer.protocol.plan import Copy
+from kv_transfer.protocol.sampling import Checksums
 
 HOST = "127.0.0.1"
 DONE_TAG = 1 << 40
@@ -88,8 +89,8 @@ class BareUcxEnd:
         self.serve()
         self._receives = []
 
-    def send(self, load: Load, seed: int, checksum: bool) -> Timing:
-        assert not checksum, "the library does not sum"
+    def send(self, load: Load, seed: int, checksums: Checksums) -> Timing:
+        assert checksums is Checksums.OFF, "the library does not sum"
         assert self._memory is not None
         copies = [copy for write in scattered_writes(load, seed) for copy in write]
         max_in_flight = LIMITS.max_inflight_writes * LIMITS.max_blocks_per_write

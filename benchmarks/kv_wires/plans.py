@@ -12,7 +12,9 @@ import numpy as np
 from kv_transfer.checksum import Memory, as_memory, checksums
 from kv_transfer.protocol.layout import KVLayout, LayerGroup
 from kv_transfer.protocol.limits import PushLimits
+from kv_transfer.protocol.messages import BlockGrant, PushChunk, PushKey
 from kv_transfer.protocol.plan import Copy
+from kv_transfer.protocol.sampling import Checksums, summed_positions
 from kv_transfer.transport.shm_pool import PoolMemory, create_pool
 
 POOL_BYTES = 256 << 20
@@ -54,6 +56,16 @@ def scattered_writes(load: Load, seed: int) -> list[list[Copy]]:
     copies = [Copy(origin * size, target * size, size) for origin, target in zip(origins, targets, strict=True)]
     step = LIMITS.max_blocks_per_write
     return [copies[start : start + step] for start in range(0, len(copies), step)]
+
+
+def count_sums(checksums: Checksums, number: int, num_copies: int) -> int:
+    """How many of a write's pieces a push would have summed, were it the `number`-th chunk of one."""
+    first = number * LIMITS.max_blocks_per_write
+    blocks = tuple(BlockGrant(first + place, place, 1) for place in range(num_copies))
+    chunk = PushChunk(
+        key=PushKey("load", 1), lease_id=1, rank=0, chunk=number, blocks=blocks, first_layer=0, num_layers=1
+    )
+    return len(summed_positions(checksums, chunk))
 
 
 def piece_sums(memory: Memory, load: Load, seed: int, *, at_target: bool) -> list[int]:

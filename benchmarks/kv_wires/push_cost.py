@@ -17,6 +17,7 @@ from benchmarks.engine_peers.worker_process import Side, Worker
 from benchmarks.kv_wires.push_end import PushEnd
 from benchmarks.kv_wires.remote import Remote
 from benchmarks.kv_wires.transport_end import RECEIVER, SENDER
+from kv_transfer.protocol.sampling import Checksums
 
 PROMPT_TOKENS = 512
 KV_BYTES = 256 << 20
@@ -36,11 +37,11 @@ class PushCost:
         return self.whole + self.reserve - self.copy
 
 
-def measure_push_cost(cores: Sequence[int], num_pushes: int, *, has_checksums: bool) -> PushCost:
+def measure_push_cost(cores: Sequence[int], num_pushes: int, checksums: Checksums) -> PushCost:
     """One push after the other, each of one block, over a connection that is there. Raises: RemoteFailedError."""
     with ExitStack() as stack:
-        receiver = stack.enter_context(Remote(partial(PushEnd, RECEIVER, has_checksums), cores[-1:], "push receiver"))
-        sender = stack.enter_context(Remote(partial(PushEnd, SENDER, has_checksums), cores[:1], "push sender"))
+        receiver = stack.enter_context(Remote(partial(PushEnd, RECEIVER, checksums), cores[-1:], "push receiver"))
+        sender = stack.enter_context(Remote(partial(PushEnd, SENDER, checksums), cores[:1], "push sender"))
         endpoint = receiver.call("endpoint")
         whole_s, reserve_s = [], []
         for number in range(NUM_WARM_UP_PUSHES + num_pushes):
@@ -51,7 +52,8 @@ def measure_push_cost(cores: Sequence[int], num_pushes: int, *, has_checksums: b
             if number >= NUM_WARM_UP_PUSHES:
                 whole_s.append(pushing_s)
                 reserve_s.append(reserving_s)
-        copy_s = sender.call("copy_times", 1, num_pushes, has_checksums)
+        # The only block of its chunk, so summed wherever some are.
+        copy_s = sender.call("copy_times", 1, num_pushes, checksums is not Checksums.OFF)
     return PushCost(whole=median(whole_s), reserve=median(reserve_s), copy=median(copy_s))
 
 

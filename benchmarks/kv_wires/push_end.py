@@ -15,6 +15,7 @@ from benchmarks.kv_wires.remote import IsCalled
 from benchmarks.kv_wires.transport_end import RECEIVER, SENDER
 from kv_transfer.checksum import as_memory
 from kv_transfer.protocol.messages import Grant, PeerId, PushKey
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.transport.shm import ShmTransport
 from kv_transfer.transport.shm_copier import copy_ranges
 from kv_transfer.transport.shm_pool import create_pool
@@ -29,7 +30,7 @@ T = TypeVar("T")
 class PushEnd:
     """The calls of one end run on its event loop, one at a time; between them it stands still."""
 
-    def __init__(self, me: PeerId, has_checksums: bool, is_called: IsCalled) -> None:
+    def __init__(self, me: PeerId, checksums: Checksums, is_called: IsCalled) -> None:
         self._is_called = is_called
         self._loop = asyncio.new_event_loop()
         self._pool = create_pool(DEMO_LAYOUT.pool_size_bytes(NUM_BLOCKS))
@@ -37,7 +38,7 @@ class PushEnd:
         self._memory[:] = np.random.default_rng(1).integers(0, 256, self._memory.size, dtype=np.uint8)
         self._transport = ShmTransport(me, self._pool)
         self._source_blocks: list[int] = []
-        self._host = self._run(self._make_host(me, has_checksums))
+        self._host = self._run(self._make_host(me, checksums))
 
     def endpoint(self) -> bytes:
         return self._transport.endpoint()
@@ -76,14 +77,14 @@ class PushEnd:
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._loop.run_until_complete(work)
 
-    async def _make_host(self, me: PeerId, has_checksums: bool) -> PushHost:
+    async def _make_host(self, me: PeerId, checksums: Checksums) -> PushHost:
         host = PushHost(
             me,
             self._transport,
             self._memory,
             DEMO_LAYOUT,
             limits=LIMITS,
-            has_checksums=has_checksums,
+            checksums=checksums,
             on_arrived=lambda key, block_ids: host.pool.release(block_ids),
             on_failed=_fail,
         )

@@ -18,11 +18,13 @@ from cluster.agent.pushes import Pushes
 from cluster.agent.transport_port import TransportPort
 from cluster.core.messages import RankEndpoint
 from engine.core.block_pool import BlockPool
-from kv_transfer.checksum import Memory, checksums
+from kv_transfer.checksum import Memory
+from kv_transfer.checksum import checksums as sums_of
 from kv_transfer.protocol.layout import KVLayout
 from kv_transfer.protocol.limits import PushLimits
 from kv_transfer.protocol.messages import BlockGrant, Grant, PeerId, PushArrived, PushKey
 from kv_transfer.protocol.ranks import bad_blocks
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.transport.base import Transport
 
 STOP_TIMEOUT_S = 5.0
@@ -43,7 +45,7 @@ class PushHost:
         layout: KVLayout,
         *,
         limits: PushLimits,
-        has_checksums: bool,
+        checksums: Checksums,
         on_arrived: Callable[[PushKey, list[int]], None],
         on_failed: Callable[[PushKey, str], None],
     ) -> None:
@@ -51,7 +53,7 @@ class PushHost:
         self.pool = BlockPool(memory.size // layout.block_size_bytes)
         size_bytes = layout.block_size_bytes
         self.pushes = Pushes(
-            self.pool, limits, checksums=has_checksums, block_size_bytes=size_bytes, num_layers=layout.num_layers
+            self.pool, limits, checksums=checksums, block_size_bytes=size_bytes, num_layers=layout.num_layers
         )
         self._transport = transport
         self._memory = memory
@@ -60,7 +62,7 @@ class PushHost:
         self._on_failed = on_failed
         self._loop = asyncio.get_running_loop()
         self._verifier = JobThread("verifier", self._loop)
-        self._port = TransportPort(transport, layout, checksums=has_checksums, post=self.post)
+        self._port = TransportPort(transport, layout, post=self.post)
         self._events: deque[ev.Event] = deque()
         self._is_handling = False
         self._timer: asyncio.TimerHandle | None = None
@@ -194,7 +196,7 @@ class PushHost:
         def failed(error: BaseException) -> None:
             raise error
 
-        self._verifier.submit(lambda: checksums(self._memory, ranges), done, failed)
+        self._verifier.submit(lambda: sums_of(self._memory, ranges), done, failed)
 
     def _set_timer(self) -> None:
         if self._timer is not None:

@@ -9,8 +9,12 @@ from benchmarks.engine_peers.figures import Figure, figure, ratios
 from benchmarks.kv_wires.plans import Load, Timing
 from benchmarks.kv_wires.remote import RemoteFailedError
 from benchmarks.kv_wires.wires import BARE_NAMES, MEMCPY, SHM, Wire
+from kv_transfer.protocol.sampling import Checksums
 
+SAMPLED = ", sampled checksums"
 FULL = ", full checksums"
+MODES = {"": Checksums.OFF, SAMPLED: Checksums.SAMPLED, FULL: Checksums.FULL}
+"""What a wire's name is followed by."""
 GIB = float(1 << 30)
 
 
@@ -36,7 +40,7 @@ class Samples:
 
 
 def run_rounds(
-    wires: dict[str, Wire], load: Load, num_rounds: int, missing: dict[str, str], *, has_full: bool
+    wires: dict[str, Wire], load: Load, num_rounds: int, missing: dict[str, str], *, has_sums: bool
 ) -> Samples:
     """`num_rounds` after one that warms up, in which the bytes are compared as well.
 
@@ -46,11 +50,11 @@ def run_rounds(
     for number in range(num_rounds + 1):
         for name, wire in list(wires.items()):
             try:
-                timings = _take_turn(wire, load, number, has_full=has_full)
+                timings = _take_turn(wire, load, number, has_sums=has_sums)
             except RemoteFailedError as error:
                 missing[name] = str(error)
                 del wires[name]
-                for side in _sides_of(name, has_full=has_full):
+                for side in _sides_of(name, has_sums=has_sums):
                     samples.timings.pop(side, None)
                 continue
             if number > 0:
@@ -60,19 +64,19 @@ def run_rounds(
     return samples
 
 
-def _sides_of(name: str, *, has_full: bool) -> list[str]:
-    sides = [MEMCPY, name] if name == SHM else [name]
-    return [*sides, name + FULL] if has_full and name not in BARE_NAMES else sides
+def _sides_of(name: str, *, has_sums: bool) -> list[str]:
+    sides = [MEMCPY] if name == SHM else []
+    return sides + [name + label for label in MODES if not label or (has_sums and name not in BARE_NAMES)]
 
 
-def _take_turn(wire: Wire, load: Load, number: int, *, has_full: bool) -> dict[str, Timing]:
+def _take_turn(wire: Wire, load: Load, number: int, *, has_sums: bool) -> dict[str, Timing]:
     """Raises: RemoteFailedError."""
     timings = {}
-    for side in _sides_of(wire.name, has_full=has_full):
+    for side in _sides_of(wire.name, has_sums=has_sums):
         if side == MEMCPY:
             timings[side] = wire.memcpy(load)
             continue
-        timings[side] = wire.move(load, number, checksum=side.endswith(FULL))
+        timings[side] = wire.move(load, number, MODES[side.removeprefix(wire.name)])
         if number == 0:
             wire.check(load, number)
     return timings

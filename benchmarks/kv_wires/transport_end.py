@@ -8,10 +8,20 @@ import socket
 import time
 from collections.abc import Callable
 
-from benchmarks.kv_wires.plans import LIMITS, Load, Stopwatch, Timing, make_pool, piece_sums, scattered_writes
+from benchmarks.kv_wires.plans import (
+    LIMITS,
+    Load,
+    Stopwatch,
+    Timing,
+    count_sums,
+    make_pool,
+    piece_sums,
+    scattered_writes,
+)
 from benchmarks.kv_wires.remote import IsCalled
 from kv_transfer.checksum import Memory
 from kv_transfer.protocol.messages import PeerId
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.transport.backends import open_backend
 from kv_transfer.transport.base import (
     Connected,
@@ -72,15 +82,17 @@ class TransportEnd:
         self._transport.write(self._peer, [], DONE)
         self.serve()
 
-    def send(self, load: Load, seed: int, checksum: bool) -> Timing:
+    def send(self, load: Load, seed: int, checksums: Checksums) -> Timing:
         """Posts as a push does: so many writes in flight, the next one when one has ended."""
         writes = scattered_writes(load, seed)
+        num_sums = [count_sums(checksums, number, len(write)) for number, write in enumerate(writes)]
         num_posted = num_completed = 0
         watch = Stopwatch()
         is_done = False
         while not is_done:
             while num_posted < len(writes) and num_posted - num_completed < LIMITS.max_inflight_writes:
-                self._transport.write(self._peer, writes[num_posted], b"chunk", checksum=checksum)
+                copies, num_summed = writes[num_posted], num_sums[num_posted]
+                self._transport.write(self._peer, copies, b"chunk", checksum=True, num_summed=num_summed)
                 num_posted += 1
             for event in self._next_events():
                 num_completed += isinstance(event, WriteCompleted)

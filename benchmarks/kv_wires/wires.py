@@ -11,6 +11,7 @@ from benchmarks.kv_wires.bare_ucx import BareUcxEnd
 from benchmarks.kv_wires.plans import Load, Timing
 from benchmarks.kv_wires.remote import IsCalled, Remote, RemoteFailedError
 from benchmarks.kv_wires.transport_end import RECEIVER, SENDER, TransportEnd
+from kv_transfer.protocol.sampling import Checksums
 
 MEMCPY, SHM, NIXL, UCX = "memcpy", "shm", "nixl", "ucx"
 BARE_NIXL, BARE_NIXL_CMA, BARE_UCX = "nixl library", "nixl library with CMA", "ucxx library"
@@ -47,7 +48,7 @@ class Wire:
             self._sender.call("map_peer", endpoint)
         self._receiver.interrupt()
 
-    def move(self, load: Load, seed: int, *, checksum: bool = False) -> Timing:
+    def move(self, load: Load, seed: int, checksums: Checksums = Checksums.OFF) -> Timing:
         """The faster of two runs. The ends of a bare library never stop looking in the first, which is best where each
         has a core for itself, and sleep a little between looks in the second, which is best where it has not.
 
@@ -58,14 +59,14 @@ class Wire:
             if self.name in BARE_NAMES:
                 self._sender.call("set_pause", pause_s)
                 self._receiver.call("set_pause", pause_s)
-            timings.append(self._move(load, seed, checksum))
+            timings.append(self._move(load, seed, checksums))
         return faster(timings)
 
-    def _move(self, load: Load, seed: int, checksum: bool) -> Timing:
+    def _move(self, load: Load, seed: int, checksums: Checksums) -> Timing:
         self._sender.call("prepare", load, seed)
         num_writes = self._receiver.call("prepare", load, seed)
         self._receiver.begin("receive", num_writes)
-        timing: Timing = self._sender.call("send", load, seed, checksum)
+        timing: Timing = self._sender.call("send", load, seed, checksums)
         self._receiver.interrupt()
         return timing
 

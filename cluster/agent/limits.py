@@ -8,6 +8,7 @@ from cluster.core.limits import NS_PER_S
 from cluster.core.messages import Prefill, Reserve, RunLocal, WorkerHello
 from engine.core.scheduler import SchedulerConfig
 from kv_transfer.protocol.limits import PushLimits
+from kv_transfer.protocol.sampling import Checksums
 
 NUM_LAYER_GROUPS = 6
 """In about so many groups of layers the blocks of a prompt's last chunk are pushed while it is computed. More of them
@@ -63,7 +64,7 @@ class WorkerStateConfig:
         num_blocks: size of the KV pool. num_layers: of a block. model_fingerprint: part of every block hash.
         accepts: the kinds of work that the worker's role takes; any other is refused.
         max_reserved_blocks: watermark on reserved plus quarantined blocks, None for the pool's default.
-        checksums: whether pushed blocks are summed and verified.
+        checksums: which pushed blocks are summed and verified.
     """
 
     hello: WorkerHello
@@ -73,6 +74,6 @@ class WorkerStateConfig:
     model_fingerprint: str
     accepts: tuple[type[Work], ...] = (Reserve, Prefill, RunLocal)
     max_reserved_blocks: int | None = None
-    checksums: bool = True
+    checksums: Checksums = Checksums.FULL
     push_limits: PushLimits = field(default_factory=PushLimits)
     limits: AgentLimits = field(default_factory=AgentLimits)

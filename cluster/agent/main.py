@@ -14,10 +14,11 @@ from pathlib import Path
 
 from cluster.agent.process import WorkerEndedError, run_worker
 from cluster.agent.settings import RoleProfile, WorkerSettings
-from cluster.core.config import DEVICES, DTYPES, MAX_SECONDS, TRANSPORTS
+from cluster.core.config import CHECKSUMS, DEVICES, DTYPES, MAX_SECONDS, TRANSPORTS
 from cluster.core.ids import WorkerId
 from cluster.wire.channels import LOOPBACK, PortInUseError
 from engine.model.safetensors_file import ModelWeightsError
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.transport.base import TransportError
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ def _settings(profile: RoleProfile, options: argparse.Namespace) -> WorkerSettin
         prefill_chunk_tokens=options.prefill_chunk_tokens,
         max_running=options.max_running,
         transport=options.transport,
-        checksums=not options.no_checksums,
+        checksums=Checksums(options.checksums),
         coordinator_grace_s=options.coordinator_grace,
         metrics_host=options.metrics_host,
         metrics_port=options.metrics_port,
@@ -134,7 +135,7 @@ def _parser(profile: RoleProfile) -> argparse.ArgumentParser:
     )
     add("--max-running", type=int, default=64, metavar="N", help="sequences that may run at once")
     add("--transport", choices=TRANSPORTS, default="auto", help="how KV is pushed")
-    add("--no-checksums", action="store_true", help="do not verify pushed blocks")
+    add("--checksums", choices=CHECKSUMS, default="full", help="which pushed blocks are verified")
     add(
         "--coordinator-grace",
         type=_seconds,

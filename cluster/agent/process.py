@@ -153,7 +153,7 @@ class _Worker:
         self.metrics = WorkerMetrics(settings, self._state)
         self.tokens = TokenService(settings.worker, self.post)
         self.control = ControlClient(settings.coordinator_address, self.post)
-        self.transport = TransportPort(engine.transport, engine.layout, checksums=settings.checksums, post=self.post)
+        self.transport = TransportPort(engine.transport, engine.layout, post=self.post)
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Raises WorkerEndedError, or what WorkerState raised, which is a bug."""
 
@@ -252,7 +252,7 @@ class _Worker:
     def _verify(self, effect: fx.VerifyBlocks) -> None:
         def done(sums: list[int]) -> None:
             bad = bad_blocks(effect.block_ids, sums, effect.checksums)
-            if bad:
+            if bad and self._state.is_receiving(effect.key):  # else others may write there meanwhile
                 logger.warning("blocks %s of %s arrived corrupt", bad, effect.key)
             self.post(ev.Verified(key=effect.key, chunk=effect.chunk, bad_block_ids=bad))
 

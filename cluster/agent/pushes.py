@@ -39,6 +39,7 @@ from kv_transfer.protocol.messages import (
     WriteBlocks,
 )
 from kv_transfer.protocol.receiver import PushReceiver
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.protocol.sender import PushSender
 from kv_transfer.transport.base import PeerId
 
@@ -72,7 +73,7 @@ class Pushes:
     """See the module docstring. Effects for the owner are collected until `take_effects`."""
 
     def __init__(
-        self, pool: BlockPool, limits: PushLimits, *, checksums: bool, block_size_bytes: int, num_layers: int
+        self, pool: BlockPool, limits: PushLimits, *, checksums: Checksums, block_size_bytes: int, num_layers: int
     ) -> None:
         self._pool = pool
         self._sender = PushSender(limits, checksums, block_size_bytes, num_layers=num_layers)
@@ -90,6 +91,11 @@ class Pushes:
     def holds(self, key: PushKey) -> bool:
         """Whether blocks are held, reserved or quarantined for the push."""
         return key in self._sources or key in self._targets
+
+    def is_receiving(self, key: PushKey) -> bool:
+        """Whether blocks are reserved for the push, and not quarantined."""
+        target = self._targets.get(key)
+        return target is not None and not target.is_quarantined
 
     def open_keys(self) -> list[PushKey]:
         return [*self._sources, *self._targets]
@@ -149,7 +155,10 @@ class Pushes:
         )
         effects = self._receiver.open(now_ns, replace(grant, blocks=blocks))
         self._targets[grant.key] = _Target(blocks=blocks)
-        failure = next((effect for effect in effects if isinstance(effect, PushFailed)), None)
+        # Others fail, too, where this sender is a newer life of theirs.
+        failure = next(
+            (effect for effect in effects if isinstance(effect, PushFailed) and effect.key == grant.key), None
+        )
         self._absorb([effect for effect in effects if effect is not failure])
         if failure is not None:
             raise PushRefusedError(failure.reason)
@@ -192,6 +201,10 @@ class Pushes:
         """Gives that life up. True if it is fenced already, so that no FenceDone will come."""
         self._absorb(self._sender.on_peer_gone(now_ns, peer, "given up by the coordinator"))
         self._absorb(self._receiver.fence(now_ns, peer))
+        return peer in self._fenced
+
+    def is_fenced(self, peer: PeerId) -> bool:
+        """Whether nothing of that life can land here any more, and no push of it is taken."""
         return peer in self._fenced
 
     def connected(self, now_ns: int, peer: PeerId) -> None:

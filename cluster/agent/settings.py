@@ -8,6 +8,7 @@ from pathlib import Path
 from cluster.agent.limits import Work
 from cluster.core.ids import Role, WorkerId
 from cluster.wire.channels import LOOPBACK
+from kv_transfer.protocol.sampling import Checksums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,7 @@ class WorkerSettings:
         threads: CPU threads to compute with. cores: core ids it is pinned to, None for none.
         host: address that the token stream listens on and is advertised at; the port is any free one.
         max_step_tokens, prefill_chunk_tokens, max_running: see SchedulerConfig; None takes the role's.
-        transport: how KV is pushed; `auto` takes what fits. checksums: whether pushed blocks are verified.
+        transport: how KV is pushed; `auto` takes what fits. checksums: which pushed blocks are verified.
         coordinator_grace_s: without a coordinator for longer, the worker ends.
         metrics_host, metrics_port: where the Prometheus page is served; port 0 takes any free one.
     """
@@ -47,7 +48,7 @@ class WorkerSettings:
     prefill_chunk_tokens: int | None = None
     max_running: int = 64
     transport: str = "auto"
-    checksums: bool = True
+    checksums: Checksums = Checksums.FULL
     coordinator_grace_s: float = 30.0
     metrics_host: str = LOOPBACK
     metrics_port: int = 0

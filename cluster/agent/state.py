@@ -44,6 +44,7 @@ from cluster.core.token_messages import Forget
 from engine.core.block_pool import BlockPool
 from engine.core.request import RequestBody
 from engine.core.scheduler import Scheduler
+from kv_transfer.protocol.messages import PushKey
 
 
 class WorkerState:
@@ -144,6 +145,10 @@ class WorkerState:
     def is_registered(self) -> bool:
         """Whether the coordinator has welcomed this worker on its present stream."""
         return self._link.is_registered
+
+    def is_receiving(self, key: PushKey) -> bool:
+        """Whether that push goes on here: nobody else may write to its blocks, and it has not been given up."""
+        return self._pushes.is_receiving(key)
 
     def num_legs(self) -> int:
         """Attempts of which anything is held or computed here."""

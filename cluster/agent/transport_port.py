@@ -13,7 +13,7 @@ from cluster.agent import effects as fx
 from cluster.agent import events as ev
 from kv_transfer.protocol.codec import MalformedMessageError, decode, encode
 from kv_transfer.protocol.layout import KVLayout
-from kv_transfer.protocol.plan import plan_block_copies, plan_copies
+from kv_transfer.protocol.plan import plan_write
 from kv_transfer.transport.auto import AutoTransport
 from kv_transfer.transport.base import (
     Connected,
@@ -36,12 +36,9 @@ logger = logging.getLogger(__name__)
 class TransportPort:
     """All calls come from the loop's thread."""
 
-    def __init__(
-        self, transport: Transport, layout: KVLayout, *, checksums: bool, post: Callable[[ev.Event], None]
-    ) -> None:
+    def __init__(self, transport: Transport, layout: KVLayout, *, post: Callable[[ev.Event], None]) -> None:
         self._transport = transport
         self._layout = layout
-        self._checksums = checksums
         self._post = post
         self._handles: dict[int, int] = {}
         self._write_ids: dict[int, int] = {}
@@ -71,13 +68,13 @@ class TransportPort:
             logger.debug("%s is gone: %s not sent", effect.peer, type(effect.message).__name__)
 
     def write(self, effect: fx.WriteBlocks) -> None:
-        targets = [block.block_id for block in effect.message.blocks]
-        pairs = list(zip(effect.source_blocks, targets, strict=True))
-        plan = plan_block_copies if self._checksums else plan_copies
-        copies = plan(pairs, self._layout, effect.message.layers)
+        message = effect.message
+        pairs = list(zip(effect.source_blocks, (block.block_id for block in message.blocks), strict=True))
+        copies = plan_write(pairs, self._layout, message.layers, message.summed)
+        num_summed = len(message.summed)
         try:
-            handle = self._transport.write(effect.peer, copies, encode(effect.message), checksum=self._checksums)
-        except TransportError as error:
+            handle = self._transport.write(effect.peer, copies, encode(message), checksum=True, num_summed=num_summed)
+        except (TransportError, ValueError) as error:  # the second for a grant of blocks that the peer does not have
             self._post(ev.WriteBroken(write_id=effect.write_id, quiesced=True, reason=str(error)))
             return
         self._handles[effect.write_id] = handle

@@ -162,7 +162,7 @@ class _Printer:
 
 
 def summary(answer: Answer) -> str:
-    """One line: how it ended, how long it was, who served it, what moved."""
+    """One line: how it ended, how long it was, who served it, what moved, and its id."""
     assert answer.done is not None
     done = answer.done
     usage = done.usage
@@ -178,6 +178,7 @@ def summary(answer: Answer) -> str:
         parts.append(f"first token after {done.timeline.first_token_ms:.0f} ms")
     if done.timeline.HasField("decode_ms") and usage.completion_tokens > 1 and done.timeline.decode_ms > 0:
         parts.append(f"{(usage.completion_tokens - 1) * 1e3 / done.timeline.decode_ms:.1f} tokens/s")
+    parts.append(f"request {answer.request_id}")
     return "; ".join(parts)
 
 

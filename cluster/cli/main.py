@@ -23,9 +23,8 @@ from cluster.cli.errors import (
     reports_errors,
 )
 from cluster.core.config import MODEL_PRESETS
-from cluster.live.environment import Environment, read_environment
+from cluster.live.environment import DISTRIBUTION, Environment, read_environment
 
-DISTRIBUTION = "baton-cluster"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 app = typer.Typer(
@@ -85,6 +84,7 @@ def baton(
       baton up -f deploy/examples/local.yaml        start a cluster and leave it running
       baton generate --chat "Name three rivers."    ask it something
       baton status                                  see what runs where
+      baton replay --request ID                     see why it went as it did
       baton down                                    stop it
     """
 
@@ -178,6 +178,45 @@ def leases(address: AddressOption = None, as_json: JsonOption = False) -> None:
     from cluster.cli import clusters
 
     clusters.show_leases(_environment(), address, as_json)
+
+
+@app.command(
+    short_help="Explain what the coordinator decided, from its journal.",
+    epilog=exit_codes(
+        {
+            FAILED: "the replay came out differently, or the journal cannot be read to its end",
+            NOT_FOUND: "there is no journal, or the request is not in it",
+        }
+    ),
+)
+@reports_errors
+def replay(
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[PATH]", help="A journal's file, or its directory. Default: that of the only cluster here."
+        ),
+    ] = None,
+    request: Annotated[
+        str | None, typer.Option("--request", "-r", metavar="ID", help="Tell the story of this request.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Replay a coordinator's journal, and explain one request.
+
+    Runs the coordinator's decisions again from what it heard, and compares each with what it did then. With --request,
+    tells what was said about that request and when, what it waited for, and why it was placed where it was. Nothing
+    running is touched: the journal may be that of a cluster that is up, or long gone, or on another machine.
+
+    \b
+    Examples:
+      baton replay
+      baton replay --request 0b5fd3c1a2e94d6b
+      baton replay ~/.cache/baton/journals/local/001796079000-000000.journal
+    """
+    from cluster.cli import replay as command
+
+    command.run_replay(path, request, _environment(), as_json=as_json)
 
 
 @app.command(

@@ -18,7 +18,7 @@ DTYPES: Final = ("float32", "bfloat16")
 TRANSPORTS: Final = ("auto", "shm", "nixl", "ucx")
 NO_NCCL_HINT: Final = "nccl is not offered yet"
 DEVICES: Final = ("cpu", "cuda")
-CHECKSUMS: Final = ("full", "off")
+CHECKSUMS: Final = ("full", "sampled", "off")
 
 MAX_POOLS: Final = 64
 MAX_REPLICAS: Final = 512
@@ -35,6 +35,10 @@ MAX_BLOCK_SIZE: Final = 256
 MAX_PORT: Final = 65535
 MAX_QUEUE: Final = 1_000_000
 MAX_SECONDS: Final = 3600.0
+MIN_JOURNAL_BYTES: Final = 64 * 2**10
+MAX_JOURNAL_BYTES: Final = 2**40
+DEFAULT_JOURNAL_BYTES: Final = 64 * 2**20
+MAX_JOURNAL_FILES: Final = 10_000
 DEFAULT_KV_BYTES: Final = 512 * 2**20
 CHUNK_TOKENS: Final = 256
 LOCAL_CHUNK_TOKENS: Final = 64
@@ -99,7 +103,7 @@ class KVConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportConfig:
     """How KV is pushed. `kind`: one backend for all, or `auto` for the best of them that connects each pair of workers.
-    `checksum`: `full` verifies every block on arrival."""
+    `checksum`: on arrival, `full` verifies every block, `sampled` a few of each write, `off` none."""
 
     kind: str = "auto"
     checksum: str = "full"
@@ -146,6 +150,21 @@ class CoordinatorConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JournalConfig:
+    """What the coordinator writes down of its decisions, for `baton replay`.
+
+    Attributes:
+        is_on: whether it does. directory: where to, on the coordinator's host; None: `journals/NAME` in the cache.
+        file_size_bytes: at which the next file is begun. max_files: of which the oldest are removed.
+    """
+
+    is_on: bool = True
+    directory: str | None = None
+    file_size_bytes: int = DEFAULT_JOURNAL_BYTES
+    max_files: int = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     name: str
     model: ModelConfig
@@ -155,6 +174,7 @@ class ClusterConfig:
     front: FrontConfig = field(default_factory=FrontConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    journal: JournalConfig = field(default_factory=JournalConfig)
 
     def pool(self, name: str) -> PoolConfig | None:
         """The pool of that name, None if there is none."""
@@ -185,6 +205,7 @@ def parse_cluster_config(data: object, source: str, locate: Locate) -> ClusterCo
         front=_parse_front(root.section("front")),
         metrics=_parse_metrics(root.section("metrics"), sum(pool.replicas for pool in pools)),
         coordinator=_parse_coordinator(root.section("coordinator")),
+        journal=_parse_journal(root.section("journal")),
     )
     root.finish()
     return config
@@ -350,3 +371,18 @@ def _parse_coordinator(section: Section) -> CoordinatorConfig:
     )
     section.finish()
     return coordinator
+
+
+def _parse_journal(section: Section) -> JournalConfig:
+    directory = section.text("directory", default="", expected="the path of a directory")
+    if directory and not directory.startswith("/"):
+        section.refuse("directory", repr(directory), "an absolute path, as the coordinator may run elsewhere")
+    file_size_bytes = section.optional_size_bytes("file_size", minimum=MIN_JOURNAL_BYTES, maximum=MAX_JOURNAL_BYTES)
+    journal = JournalConfig(
+        is_on=section.boolean("enabled", default=True),
+        directory=directory or None,
+        file_size_bytes=DEFAULT_JOURNAL_BYTES if file_size_bytes is None else file_size_bytes,
+        max_files=section.integer("max_files", default=8, minimum=1, maximum=MAX_JOURNAL_FILES),
+    )
+    section.finish()
+    return journal

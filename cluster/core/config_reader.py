@@ -112,6 +112,14 @@ class Section:
     def optional_integer(self, key: str, *, minimum: int, maximum: int) -> int | None:
         return self.integer(key, minimum=minimum, maximum=maximum) if self._note_and_has(key) else None
 
+    def boolean(self, key: str, *, default: bool) -> bool:
+        value = self._take(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.refuse(key, describe(value), "true or false")
+        return value
+
     def number(self, key: str, *, default: float, minimum: float, maximum: float) -> float:
         value = self._take(key)
         if value is None:

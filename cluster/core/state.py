@@ -51,7 +51,7 @@ from cluster.core.messages import (
 from cluster.core.parts import Parts
 from cluster.core.requests import PLACED_PHASES, Phase
 from cluster.core.timers import TimerKind
-from cluster.core.viewing import view_cluster, view_leases, view_requests
+from cluster.core.viewing import view_cluster, view_leases, view_request, view_requests
 from cluster.core.views import ClusterView, LeaseView, RequestView
 
 
@@ -99,6 +99,10 @@ class ClusterState:
 
     def requests(self, now_ns: int) -> tuple[RequestView, ...]:
         return view_requests(self._parts, now_ns)
+
+    def request(self, request_id: str, now_ns: int) -> RequestView | None:
+        """None if there is no request of that id, or it has ended."""
+        return view_request(self._parts, request_id, now_ns)
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the parts contradict themselves or each other."""

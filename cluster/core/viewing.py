@@ -44,6 +44,11 @@ def view_requests(parts: Parts, now_ns: int) -> tuple[RequestView, ...]:
     return tuple(_view_request(parts, request, now_ns) for request in parts.requests.all())
 
 
+def view_request(parts: Parts, request_id: str, now_ns: int) -> RequestView | None:
+    request = parts.requests.get(request_id)
+    return None if request is None else _view_request(parts, request, now_ns)
+
+
 def view_leases(parts: Parts, now_ns: int) -> tuple[LeaseView, ...]:
     """The ledger, with what the holders last said of each lease; then what only the holders know of."""
     reported = parts.leases.reported()

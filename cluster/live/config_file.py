@@ -13,6 +13,7 @@ from cluster.core.config import VERSION, ClusterConfig, parse_cluster_config
 from cluster.core.config_reader import KeyPath, format_path
 from cluster.core.errors import ConfigError
 
+BOOLEAN_TAG: Final = "tag:yaml.org,2002:bool"
 MAX_FILE_BYTES: Final = 2**20
 MAX_DEPTH: Final = 16
 MAX_NODES: Final = 100_000
@@ -94,6 +95,14 @@ def render_cluster_config(config: ClusterConfig) -> str:
         "front": asdict(config.front),
         "metrics": asdict(config.metrics),
         "coordinator": asdict(config.coordinator),
+        "journal": _without_absent(
+            {
+                "enabled": config.journal.is_on,
+                "directory": config.journal.directory,
+                "file_size": config.journal.file_size_bytes,
+                "max_files": config.journal.max_files,
+            }
+        ),
     }
     return yaml.safe_dump(data, sort_keys=False)
 
@@ -147,6 +156,8 @@ class _Reader:
             return self._read_mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self.read(item, (*path, i)) for i, item in enumerate(node.value)]
+        if node.tag == BOOLEAN_TAG and node.value.lower() not in ("true", "false"):
+            return node.value  # YAML 1.1 takes a bare on, off, yes or no for a boolean, and `off` is a value of ours
         try:
             return self._scalars.construct_object(node, deep=True)
         except (yaml.YAMLError, ValueError) as error:

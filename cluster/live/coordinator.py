@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +27,9 @@ from cluster.core.errors import ConfigError
 from cluster.core.state import ClusterState
 from cluster.live.config_file import read_cluster_file
 from cluster.live.driver import Driver
+from cluster.live.environment import DISTRIBUTION
 from cluster.live.hosted_loop import OnReady
+from cluster.live.journal import Journal, JournalSettings
 from cluster.live.program_host import log_to_stderr
 from cluster.live.services import AdminService, ControlService
 from cluster.live.worker_reaper import EndRemote, WorkerReaper
@@ -45,12 +48,14 @@ class CoordinatorSettings:
     config: the whole cluster's configuration.
     epoch: rises with every life of the coordinator.
     host, port: where to listen; port 0 takes any free one.
+    journal_dir: where the journal goes, None for nowhere; its sizes are in the configuration.
     """
 
     config: ClusterConfig
     epoch: int
     host: str = LOOPBACK
     port: int = 0
+    journal_dir: Path | None = None
 
 
 async def run_coordinator(
@@ -67,7 +72,8 @@ async def run_coordinator(
         Exception: what ClusterState raised, which is a bug; the process should end and start anew.
     """
     reaper = WorkerReaper() if end_remote is None else WorkerReaper(end_remote)
-    driver = Driver(ClusterState(settings.config, epoch=settings.epoch), reaper.end)
+    state = ClusterState(settings.config, epoch=settings.epoch)
+    driver = Driver(state, reaper.end, journal=_open_journal(settings, state))
     server = make_server()
     control_pb2_grpc.add_CoordinatorServicer_to_server(ControlService(driver, reaper, settings.epoch), server)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(driver, settings.config), server)
@@ -86,6 +92,19 @@ async def run_coordinator(
         driver.close()
         await server.stop(STOP_GRACE_S)
         reaper.close()
+
+
+def _open_journal(settings: CoordinatorSettings, state: ClusterState) -> Journal | None:
+    if settings.journal_dir is None:
+        return None
+    config = settings.config.journal
+    journal = JournalSettings(
+        directory=settings.journal_dir,
+        file_size_bytes=config.file_size_bytes,
+        max_files=config.max_files,
+        release=metadata.version(DISTRIBUTION),
+    )
+    return Journal(journal, state, settings.epoch, time.monotonic_ns)
 
 
 _SERVICES = ((control_pb2.DESCRIPTOR, "Coordinator"), (admin_pb2.DESCRIPTOR, "Admin"))
@@ -120,6 +139,7 @@ async def _run(options: argparse.Namespace) -> None:
         epoch=options.epoch or int(time.time()),
         host=options.host,
         port=options.port,
+        journal_dir=options.journal,
     )
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -134,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-f", "--file", type=Path, required=True, help="the cluster file")
     parser.add_argument("--host", default=LOOPBACK, help=f"where to listen (default: {LOOPBACK})")
     parser.add_argument("--port", type=int, default=0, help="0 (the default) takes any free one")
+    parser.add_argument("--journal", type=Path, metavar="DIR", help="write the journal there (default: nowhere)")
     parser.add_argument("--epoch", type=int, help="higher than in every earlier life; by default the time in seconds")
     return parser
 

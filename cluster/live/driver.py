@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import Final
 
 from baton.v1 import control_pb2
 from cluster.core import effects, events
@@ -18,6 +19,7 @@ from cluster.core.ids import FrontId, WorkerId
 from cluster.core.limits import NS_PER_S
 from cluster.core.messages import FrontMessage, Resubmit, Submit, WorkerMessage, WorkerRefused
 from cluster.core.state import ClusterState
+from cluster.live.journal import Journal
 from cluster.wire.codec import encode_command, encode_to_front
 from cluster.wire.stream_outbox import StreamOutbox
 
@@ -25,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 FrontStream = StreamOutbox[control_pb2.ToFrontEnvelope]
 WorkerStream = StreamOutbox[control_pb2.Command]
+FLUSH_AFTER_S: Final = 0.2
+"""So much of the journal is lost at most if the process is killed."""
 EndWorker = Callable[[WorkerId, str], None]
 """Ends the process of that life of a worker, if it still runs; must not wait."""
 
@@ -36,10 +40,15 @@ class Driver:
         state: owned by the driver from now on.
         end_worker: called for each life that is given up.
         clock_ns: monotonic time.
+        journal: takes down every event and its effects; None: nobody does.
     """
 
     def __init__(
-        self, state: ClusterState, end_worker: EndWorker, clock_ns: Callable[[], int] = time.monotonic_ns
+        self,
+        state: ClusterState,
+        end_worker: EndWorker,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        journal: Journal | None = None,
     ) -> None:
         self.state = state
         self._end_worker = end_worker
@@ -48,6 +57,8 @@ class Driver:
         self._workers: dict[WorkerId, WorkerStream] = {}
         self._bodies: dict[str, tuple[FrontId, control_pb2.RequestBody]] = {}
         """By request id, with the front that submitted it."""
+        self._journal = journal
+        self._flush_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what the state machine raised: a bug, after which its state cannot be trusted."""
@@ -107,6 +118,10 @@ class Driver:
         """Ends all streams. The driver must not be used any more."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+        if self._journal is not None:
+            self._journal.close()
         for front_stream in self._fronts.values():
             front_stream.close()
         for worker_stream in self._workers.values():
@@ -121,14 +136,29 @@ class Driver:
     def _handle(self, event: events.Event) -> None:
         if self.failure.done():
             return
+        now_ns = self._clock_ns()
         try:
-            for effect in self.state.handle(self._clock_ns(), event):
+            done = self.state.handle(now_ns, event)
+            self._take_down(now_ns, event, done)
+            for effect in done:
                 self._carry_out(effect)
         except Exception as error:
             logger.exception("the state machine failed on %s", type(event).__name__)
             self.failure.set_exception(error)
             return
         self._set_timer()
+
+    def _take_down(self, now_ns: int, event: events.Event, done: list[effects.Effect]) -> None:
+        if self._journal is None:
+            return
+        self._journal.write(now_ns, event, done)
+        if self._flush_timer is None:
+            self._flush_timer = asyncio.get_running_loop().call_later(FLUSH_AFTER_S, self._flush)
+
+    def _flush(self) -> None:
+        self._flush_timer = None
+        if self._journal is not None:
+            self._journal.flush()
 
     def _carry_out(self, effect: effects.Effect) -> None:
         match effect:

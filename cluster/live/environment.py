@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+DISTRIBUTION: Final = "baton-cluster"
+"""What Baton is called where Python packages are installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +28,10 @@ class Environment:
     @property
     def models_dir(self) -> Path:
         return self.cache_dir / "models"
+
+    @property
+    def journals_dir(self) -> Path:
+        return self.cache_dir / "journals"
 
     @property
     def clusters_dir(self) -> Path:

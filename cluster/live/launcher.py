@@ -150,7 +150,7 @@ def _bring_up(
 
     try:
         ray_cluster.connect(record.ray_address, record.ray_namespace)
-        plan = make_plan(file, facts, host=ray_cluster.host_for_peers())
+        plan = make_plan(file, facts, host=ray_cluster.host_for_peers(), journals_dir=environment.journals_dir)
         progress(f"starting {len(plan.workers)} workers with {plan.model_dir.name}")
         cluster = ray_cluster.start_actors(plan, record.ray_namespace)
         ray_cluster.wait_until_serving(cluster, progress)

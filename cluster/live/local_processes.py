@@ -218,6 +218,7 @@ def _worker_arguments(plan: ClusterPlan, worker: WorkerPlan) -> list[str]:
         "prefill-chunk-tokens": pool.prefill_chunk_tokens,
         "max-running": pool.max_running,
         "transport": plan.config.transport.kind,
+        "checksums": plan.config.transport.checksum,
         "metrics-host": plan.config.metrics.host,
         "metrics-port": worker.metrics_port,
     }
@@ -225,8 +226,7 @@ def _worker_arguments(plan: ClusterPlan, worker: WorkerPlan) -> list[str]:
         options["revision"] = model.revision
     if worker.cores is not None:
         options["cores"] = ",".join(str(core) for core in worker.cores)
-    flags = [] if plan.config.transport.checksum == "full" else ["--no-checksums"]
-    return [f"{pool.role.value}_worker", *_long_options(options), *flags]
+    return [f"{pool.role.value}_worker", *_long_options(options)]
 
 
 def _front_arguments(plan: ClusterPlan, front: FrontPlan) -> list[str]:

@@ -51,6 +51,7 @@ class ClusterPlan:
     """Attributes:
     model_dir: absolute. max_model_tokens: the longest sequence to be served.
     host: the address that the coordinator listens on. Where it is not loopback, each worker takes its own machine's.
+    journal_dir: where the coordinator's journal goes, None for nowhere.
     coordinator_port: fixed, since a coordinator that is started anew must be found where the last one was.
     """
 
@@ -61,6 +62,7 @@ class ClusterPlan:
     coordinator_port: int
     workers: tuple[WorkerPlan, ...]
     fronts: tuple[FrontPlan, ...]
+    journal_dir: Path | None = None
 
     @property
     def coordinator_address(self) -> str:
@@ -72,8 +74,15 @@ class ClusterPlan:
         return sum(worker.pool.threads for worker in self.workers)
 
 
-def make_plan(file: ClusterFile, facts: ModelFacts, host: str = LOOPBACK) -> ClusterPlan:
-    """Chooses the ports that the file leaves open; nothing is started."""
+def make_plan(
+    file: ClusterFile, facts: ModelFacts, *, host: str = LOOPBACK, journals_dir: Path | None = None
+) -> ClusterPlan:
+    """Chooses the ports that the file leaves open; nothing is started.
+
+    Args:
+        journals_dir: in which the cluster's journal has a directory of its name, unless the file names another. None:
+            without one in the file there is no journal.
+    """
     config = file.config
     ports = free_ports(1 + (config.front.replicas if config.front.port == 0 else 0))
     front_ports = ports[1:] or [config.front.port + i for i in range(config.front.replicas)]
@@ -95,10 +104,19 @@ def make_plan(file: ClusterFile, facts: ModelFacts, host: str = LOOPBACK) -> Clu
             for pool in config.pools
             for i, name in enumerate(pool.worker_names)
         ),
+        journal_dir=_journal_dir(config, journals_dir),
         fronts=tuple(
             FrontPlan(name=f"front-{i}", host=config.front.host, port=port) for i, port in enumerate(front_ports)
         ),
     )
+
+
+def _journal_dir(config: ClusterConfig, journals_dir: Path | None) -> Path | None:
+    if not config.journal.is_on:
+        return None
+    if config.journal.directory is not None:
+        return Path(config.journal.directory)
+    return None if journals_dir is None else journals_dir / config.name
 
 
 def worker_metrics_ports(config: ClusterConfig) -> dict[str, int]:

@@ -14,7 +14,13 @@ def coordinator_program(plan: ClusterPlan, *, epoch: int, end_remote: EndRemote 
     """`epoch`: higher than that of any earlier life."""
     from cluster.live.coordinator import CoordinatorSettings, run_coordinator
 
-    settings = CoordinatorSettings(config=plan.config, epoch=epoch, host=plan.host, port=plan.coordinator_port)
+    settings = CoordinatorSettings(
+        config=plan.config,
+        epoch=epoch,
+        host=plan.host,
+        port=plan.coordinator_port,
+        journal_dir=plan.journal_dir,
+    )
 
     async def program(on_ready: OnReady, stop: asyncio.Event) -> None:
         await run_coordinator(settings, on_ready, stop, end_remote)
@@ -26,6 +32,7 @@ def worker_program(plan: ClusterPlan, worker: WorkerPlan, *, incarnation: int, h
     """`host`: what this machine is called by the others."""
     from cluster.agent.settings import WorkerSettings
     from decode_worker.worker import run as run_decode
+    from kv_transfer.protocol.sampling import Checksums
     from prefill_worker.worker import run as run_prefill
 
     pool = worker.pool
@@ -48,7 +55,7 @@ def worker_program(plan: ClusterPlan, worker: WorkerPlan, *, incarnation: int, h
         prefill_chunk_tokens=pool.prefill_chunk_tokens,
         max_running=pool.max_running,
         transport=plan.config.transport.kind,
-        checksums=plan.config.transport.checksum == "full",
+        checksums=Checksums(plan.config.transport.checksum),
         metrics_host=plan.config.metrics.host,
         metrics_port=worker.metrics_port,
     )

@@ -6,9 +6,10 @@ import argparse
 import sys
 import time
 
+from cluster.core.brief import brief
 from cluster.sim.generator import generate
 from cluster.sim.history import HistoryError, Report, run_seed
-from cluster.sim.trace import Trace, brief
+from cluster.sim.trace import Trace
 
 
 def main(arguments: list[str] | None = None) -> int:

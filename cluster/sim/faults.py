@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from cluster.core.brief import brief
 from cluster.sim.fabric import Fabric, Family
 from cluster.sim.kernel import Kernel
 from cluster.sim.network import Network
 from cluster.sim.process import Process
 from cluster.sim.scenario import Fault, FaultKind
-from cluster.sim.trace import brief
 from cluster.sim.worker_node import WorkerNode
 
 

@@ -10,6 +10,7 @@ from cluster.sim.fabric import Family
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
 from cluster.sim.scenario import Fault, FaultKind, Request, Scenario
 from engine.core.sampling import SamplingParams
+from kv_transfer.protocol.sampling import Checksums
 
 MAX_ARRIVAL_NS = 500 * MILLISECOND_NS
 MAX_FAULT_DELAY_NS = 400 * MILLISECOND_NS
@@ -47,7 +48,7 @@ def generate(seed: int) -> Scenario:
         max_step_tokens=block_size + draw.choice((8, 16, 32)),
         prefill_chunk_tokens=block_size * draw.choice((1, 2, 4)),
         max_running=draw.choice((2, 4, 8)),
-        checksums=draw.random() < 0.8,
+        checksums=draw.choices(tuple(Checksums), (0.2, 0.2, 0.6))[0],
         family=draw.choice((Family.SHARED_MEMORY, Family.REMOTE)),
         num_variants=draw.choice((1, 3)),
         cost=StepCost(base_ns=draw.choice((1, 4, 4, 60)) * MILLISECOND_NS),
@@ -150,7 +151,7 @@ def _fault(draw: random.Random, shape: Scenario, at_ns: int) -> Fault:
     elif kind is FaultKind.CRASH:
         target = draw.choice([*workers, *workers, *fronts])
     elif kind is FaultKind.DATA:
-        details = [name for name in DATA_FAULTS if shape.checksums or name not in NEEDS_CHECKSUMS]
+        details = [name for name in DATA_FAULTS if shape.checksums is not Checksums.OFF or name not in NEEDS_CHECKSUMS]
         detail, amount = draw.choice(details), draw.choice((0.1, 0.3, 1.0))
     elif kind is FaultKind.SLOW_ENGINE:
         amount = draw.choice((3.0, 20.0))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from cluster.core.brief import brief
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS, Kernel
 from cluster.sim.process import Process
-from cluster.sim.trace import brief
 
 MIN_LATENCY_NS = 100_000
 MAX_LATENCY_NS = 1_500_000

@@ -26,13 +26,11 @@ class PushBridge:
         worker: WorkerId,
         memory: KVMemory,
         *,
-        checksums: bool,
         handle: Callable[[events.Event], None],
     ) -> None:
         me = PeerId(worker.name, worker.incarnation)
         self.transport = SimTransport(fabric, process, me, memory, self._poll)
         self._memory = memory
-        self._checksums = checksums
         self._handle = handle
         self._write_of: dict[int, int] = {}
         """Transport handle -> write id, for writes that have not ended."""
@@ -70,7 +68,7 @@ class PushBridge:
         pairs = list(zip(effect.source_blocks, targets, strict=True))
         copies = plan_block_copies(pairs, self._memory.layout, effect.message.layers)
         try:
-            handle = self.transport.write(effect.peer, copies, effect.message, checksum=self._checksums)
+            handle = self.transport.write(effect.peer, copies, effect.message)
         except UnknownPeerError:
             broken = events.WriteBroken(write_id=effect.write_id, quiesced=True, reason="not connected")
             self.transport.process.after(0, lambda: self._handle(broken))

@@ -12,6 +12,7 @@ from cluster.sim.fabric import Family
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
 from engine.core.sampling import SamplingParams
 from kv_transfer.protocol.limits import PushLimits
+from kv_transfer.protocol.sampling import Checksums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,7 @@ class Scenario:
     max_step_tokens: int = 24
     prefill_chunk_tokens: int = 16
     max_running: int = 8
-    checksums: bool = True
+    checksums: Checksums = Checksums.FULL
     family: Family = Family.SHARED_MEMORY
     same_address: bool = False
     restart_ns: int = 300 * MILLISECOND_NS

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from cluster.core.brief import brief
 from cluster.sim.fabric import Fabric, Family, Landing
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
 from cluster.sim.kv_memory import KVMemory, checksum
 from cluster.sim.process import Process
-from cluster.sim.trace import brief
 from kv_transfer.protocol.messages import PushChunk, PushMessage
 from kv_transfer.transport.base import (
     Connected,
@@ -60,7 +60,6 @@ class _Write:
     link: _Link
     copies: Sequence[Copy]
     notify: PushMessage
-    checksum: bool
     sums: list[int] = field(default_factory=list)
     num_landed: int = 0
     is_cancelled: bool = False
@@ -125,12 +124,13 @@ class SimTransport:
         if not self._fabric.are_apart(self, target):
             kernel.after(self._fabric.latency_ns(), lambda: target.process.deliver(lambda: target._accept(self)))
 
-    def write(self, peer: PeerId, copies: Sequence[Copy], notify: PushMessage, *, checksum: bool = False) -> int:
+    def write(self, peer: PeerId, copies: Sequence[Copy], notify: PushMessage) -> int:
+        """Copies stand in the order of the chunk's blocks; those are summed that it says are."""
         link = self._links.get(peer)
         if link is None:
             raise UnknownPeerError(f"{self.me} is not connected to {peer}")
         self._num_writes += 1
-        write = _Write(self._num_writes, link, copies, notify, checksum)
+        write = _Write(self._num_writes, link, copies, notify)
         self._writes[write.handle] = write
         write.fails = self._fabric.hits(self._fabric.faults.fail_write) and bool(copies)
         self._schedule_copies(write, peer)
@@ -261,13 +261,13 @@ class SimTransport:
             return
         write.num_landed += 1
         source = self._memory.data[copy.source_bytes : copy.source_bytes + copy.size_bytes]
-        if write.checksum:
+        assert isinstance(write.notify, PushChunk), "only chunks carry data"
+        if index in write.notify.summed:  # damage to others would pass, knowingly
             write.sums.append(checksum(source))
             if self._fabric.hits(faults.skip_data):
                 return
             if self._fabric.hits(faults.corrupt):
                 source[self._fabric.random.randrange(len(source))] ^= 0x40
-        assert isinstance(write.notify, PushChunk), "only chunks carry data"
         self._fabric.num_copies += 1
         grant, layers = write.notify.blocks[index], write.notify.layers
         landing = Landing(sender=self.me, receiver=target.me, grant=grant, layers=layers, copy=copy)

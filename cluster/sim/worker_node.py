@@ -64,9 +64,7 @@ class WorkerNode:
         self._num_variants = num_variants
         self._random = random
         self._after_event = after_event
-        self.bridge = PushBridge(
-            fabric, process, self.worker, self.memory, checksums=config.checksums, handle=self.handle
-        )
+        self.bridge = PushBridge(fabric, process, self.worker, self.memory, handle=self.handle)
         self._coordinator: StreamEnd | None = None
         self._fronts: dict[FrontId, StreamEnd] = {}
         self._alarm = Alarm(process, lambda: self.handle(events.Tick()))

@@ -104,6 +104,7 @@ class Scheduler:
         if len(self._waiting) >= MAX_WAITING_SEQUENCES:
             raise SchedulerFullError(f"{MAX_WAITING_SEQUENCES} sequences wait already")
         self._waiting.add(self._register(spec))
+        self._update_growth_headroom()
 
     def add_with_kv(
         self,
@@ -359,18 +360,20 @@ class Scheduler:
         sequence.num_indexed_blocks = num_full
 
     def _update_growth_headroom(self) -> None:
-        """Keeps reservations off the blocks that running sequences want soon.
+        """Keeps reservations off the blocks that are wanted soon by what is here.
 
-        That is the rest of every prefill under way, and for a decoding sequence the block after its current one: a
-        push takes about as long as it takes to fill a block.
+        That is the rest of every prefill under way, for a decoding sequence the block after its current one (a push
+        takes about as long as it takes to fill a block), and what the next one to be admitted needs: else one that was
+        preempted would wait for as long as short requests come, each taking what another gave back.
         """
         block_size = self._config.block_size
-        self._pool.set_growth_headroom(
-            sum(
-                sequence.num_missing_blocks(1 if sequence.is_prefilling else block_size, block_size)
-                for sequence in self._running
-            )
+        num_wanted = sum(
+            sequence.num_missing_blocks(1 if sequence.is_prefilling else block_size, block_size)
+            for sequence in self._running
         )
+        if self._waiting:
+            num_wanted += self._waiting[0].num_missing_blocks(1, block_size)
+        self._pool.set_growth_headroom(num_wanted)
 
     def check_invariants(self) -> None:
         block_size = self._config.block_size

@@ -31,9 +31,9 @@ from engine.model.families import (
     family_fields,
     parse_activation,
     parse_attention_scale,
-    parse_bias,
     parse_experts,
     parse_layers,
+    parse_switch,
 )
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -152,9 +152,9 @@ class ModelConfig:
             layers=parse_layers(family, fields),
             experts=parse_experts(family, fields),
             activation=parse_activation(fields),
-            qkv_bias=parse_bias(family.qkv_bias, fields),
-            output_bias=parse_bias(family.output_bias, fields),
-            mlp_bias=parse_bias(family.mlp_bias, fields),
+            qkv_bias=parse_switch(family.qkv_bias, fields),
+            output_bias=parse_switch(family.output_bias, fields),
+            mlp_bias=parse_switch(family.mlp_bias, fields),
             normalises_heads=family.normalises_heads,
             normalises_outputs=family.normalises_outputs,
             norm_offset=family.norm_offset,
@@ -258,7 +258,7 @@ def _update_with_length(digest: hashlib.blake2b, data: bytes) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
@@ -269,6 +269,8 @@ def _architecture(raw: dict[str, Any]) -> str:
     names = raw.get("architectures")
     if not isinstance(names, list) or not names:
         raise ValueError("architectures is missing from config.json")
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"architectures must be a list of names in config.json, got {names!r}")
     for name in names:
         if name in FAMILIES:
             return str(name)

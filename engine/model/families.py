@@ -101,7 +101,7 @@ def _layer_type(fields: Fields, index: int) -> LayerType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A description. Biases are True, False, or the name of the field of config.json that says so.
+    """A description. Switches are True, False, or the name of the field of config.json that says so.
 
     Attributes:
         defaults: values of fields that config.json leaves out.
@@ -113,6 +113,7 @@ class Family:
         default_thetas: base of the rotary embedding; of each layer type, if those have their own.
         is_routed: whether a layer's MLP is a set of experts.
         experts_size_field: the field with their intermediate size.
+        normalises_experts: whether the weights of a token's experts are scaled to sum to 1.
         refused: fields that must be absent, null or false, since what they ask for is not computed.
     """
 
@@ -128,6 +129,7 @@ class Family:
     default_thetas: float | Mapping[LayerType, float] = 10_000.0
     is_routed: LayerRule = _no_layer
     experts_size_field: str = "intermediate_size"
+    normalises_experts: bool | str = "norm_topk_prob"
     refused: tuple[str, ...] = ()
 
 
@@ -203,13 +205,13 @@ _MIXTRAL = Family(
         "rms_norm_eps": 1e-5,
         "num_experts_per_tok": 2,
         "num_local_experts": 8,
-        "norm_topk_prob": True,
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
     is_windowed=_windowed_everywhere,
     default_thetas=1_000_000.0,
     is_routed=_every_layer,
+    normalises_experts=True,
 )
 _QWEN3_MOE = Family(
     defaults={
@@ -276,7 +278,7 @@ def parse_activation(fields: Fields) -> ActivationName:
     return _ACTIVATIONS[activation]
 
 
-def parse_bias(value: bool | str, fields: Fields) -> bool:
+def parse_switch(value: bool | str, fields: Fields) -> bool:
     return value if isinstance(value, bool) else flag(fields, value)
 
 
@@ -296,7 +298,7 @@ def parse_experts(family: Family, fields: Fields) -> ExpertsConfig | None:
         num_experts=num_experts,
         num_per_token=num_per_token,
         intermediate_size=positive_int(fields, family.experts_size_field),
-        normalises=flag(fields, "norm_topk_prob"),
+        normalises=parse_switch(family.normalises_experts, fields),
     )
 
 

@@ -10,7 +10,8 @@ import json
 import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,13 @@ class Checkpoint:
         self._files: list[SafetensorsFile] = []
         self._file_of_tensor: dict[str, SafetensorsFile] = {}
         try:
-            for path in _shard_paths(model_dir):
+            for path, indexed in _shards(model_dir).items():
                 file = SafetensorsFile(path)
                 self._files.append(file)
-                self._file_of_tensor.update(dict.fromkeys(file.entries, file))
+                for name in file.entries:
+                    # Of a tensor that several files hold, the index says which one counts.
+                    if name in indexed or name not in self._file_of_tensor:
+                        self._file_of_tensor[name] = file
         except ModelWeightsError:
             self.close()
             raise
@@ -122,34 +126,47 @@ class Checkpoint:
             file.close()
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a non-empty tensor holds neither NaN nor infinity. Reads it once, at the memory's speed.
+
+    A damaged row of the embedding, or a damaged expert, would show only when a token meets it, and then fail all
+    requests of that step.
+    """
+    return all(isfinite(end) for end in torch.stack(torch.aminmax(tensor)).tolist())
+
+
 def check_files(model_dir: Path) -> None:
     """Raises ModelWeightsError for a file that is missing, truncated or no safetensors file; reads headers alone.
 
     Of what is in the files nothing is said: another reader may take dtypes that this one does not.
     """
-    for path in _shard_paths(model_dir):
+    for path in _shards(model_dir):
         content, data_start = _read_header(path)
         for name, raw in content.items():
             if name != "__metadata__":
                 _check_extent(path, name, raw, data_start)
 
 
-def _shard_paths(model_dir: Path) -> list[Path]:
+def _shards(model_dir: Path) -> dict[Path, set[str]]:
+    """The files, in order of their names, and the tensors that the index places in each."""
     index_path = model_dir / INDEX_FILE
     if not index_path.is_file():
         if not (model_dir / SINGLE_FILE).is_file():
             raise ModelWeightsError(f"{model_dir} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-        return [model_dir / SINGLE_FILE]
+        return {model_dir / SINGLE_FILE: set()}
     try:
         weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelWeightsError(f"{index_path} is not a safetensors index: {error!r}") from error
     for name in names:
         # The index comes with the model: it must not lead out of the model's directory.
-        if Path(name).name != name or not (model_dir / name).is_file():
+        if not isinstance(name, str) or Path(name).name != name or not (model_dir / name).is_file():
             raise ModelWeightsError(f"{index_path} names the file {name!r}, which is not in {model_dir}")
-    return [model_dir / name for name in names]
+    shards: dict[Path, set[str]] = {model_dir / name: set() for name in names}
+    for tensor, name in weight_map.items():
+        shards[model_dir / name].add(tensor)
+    return shards
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
@@ -157,7 +174,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     try:
         header = read_safetensors_header(path)
         content = json.loads(header)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelWeightsError(f"{path} is not a readable safetensors file: {error}") from error
     if not isinstance(content, dict):
         raise ModelWeightsError(f"{path} is not a safetensors file: its header is not an object")
@@ -170,7 +187,7 @@ def _parse_entries(path: Path, content: dict[str, Any], data_start: int) -> Iter
         if name == "__metadata__":
             continue
         try:
-            dtype, shape = _DTYPES.get(raw["dtype"]), tuple(raw["shape"])
+            dtype, shape = _DTYPES.get(raw["dtype"]), tuple(map(index, raw["shape"]))
             size = prod(shape) * dtype.itemsize if dtype is not None else 0
         except (KeyError, TypeError, ValueError) as error:
             raise ModelWeightsError(f"the entry of {name} in {path} is malformed: {error!r}") from error
@@ -183,7 +200,7 @@ def _parse_entries(path: Path, content: dict[str, Any], data_start: int) -> Iter
 def _check_extent(path: Path, name: str, raw: Any, data_start: int, size: int | None = None) -> tuple[int, int]:
     """Begin and end of a tensor's data, of `size` bytes where that is known, and within the file."""
     try:
-        begin, end = raw["data_offsets"]
+        begin, end = map(index, raw["data_offsets"])
         fits = 0 <= begin <= end and data_start + end <= path.stat().st_size
     except (KeyError, TypeError, ValueError) as error:
         raise ModelWeightsError(f"the entry of {name} in {path} is malformed: {error!r}") from error

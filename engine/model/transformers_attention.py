@@ -33,9 +33,13 @@ _SAID_ELSEWHERE = frozenset({"sliding_window", "position_ids", "cache_position",
 
 @dataclass(frozen=True, slots=True)
 class CausalMask:
-    """A token sees itself and the window - 1 positions before it; all before it if window is 0."""
+    """A token sees itself and the window - 1 positions before it; all before it if window is 0.
+
+    `fault` says why it is not so, if it is not: a model may make a mask for sliding layers that it does not have.
+    """
 
     window: int
+    fault: str = ""
 
 
 class KvWritten(Exception):
@@ -76,9 +80,7 @@ class PagedForward:
     def make_mask(self, mask_function: Callable[..., Any], window: int, is_plain: bool) -> CausalMask:
         if not is_plain:
             raise UnsupportedModelError("it lays a mask of its own over the causal one")
-        if self._is_trial:
-            _check_mask(mask_function, window)
-        return CausalMask(window)
+        return CausalMask(window, _mask_fault(mask_function, window) if self._is_trial else "")
 
     def attend(
         self,
@@ -151,6 +153,8 @@ def _check_arguments(module: torch.nn.Module, mask: object, others: dict[str, An
     """Raises UnsupportedModelError where a layer asks for more than causal attention."""
     if not isinstance(mask, CausalMask):
         raise UnsupportedModelError("it makes its attention mask by itself")
+    if mask.fault:
+        raise UnsupportedModelError(mask.fault)
     if others.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise UnsupportedModelError("it has attention that is not causal")
     more = [name for name, value in others.items() if name not in _SAID_ELSEWHERE and value is not None]
@@ -177,7 +181,7 @@ def _check_shapes(
         )
 
 
-def _check_mask(mask_function: Callable[..., Any], window: int) -> None:
+def _mask_fault(mask_function: Callable[..., Any], window: int) -> str:
     """Compare it with the meaning of `window` at some positions, those at the window's edge above all."""
     queries = {0, 1, 5, 100, 2 * window + 3} | {max(0, window + offset) for offset in (-1, 0, 1)}
     for query in sorted(queries):
@@ -186,7 +190,8 @@ def _check_mask(mask_function: Callable[..., Any], window: int) -> None:
             expected = key <= query and (window == 0 or key > query - window)
             seen = mask_function(*(torch.tensor(index) for index in (0, 0, query, key)))
             if bool(seen) != expected:
-                raise UnsupportedModelError(
+                return (
                     f"its mask is not causal{f' with a window of {window}' if window else ''}: position "
                     f"{query} {'sees' if seen else 'does not see'} position {key}"
                 )
+    return ""

@@ -133,6 +133,9 @@ def _refuse_unsupported(config: Any, text: Any, architecture: str) -> None:
     others = sorted(set(getattr(text, "layer_types", None) or ()) - set(_LAYER_TYPES))
     if others:
         raise _unsupported(architecture, f"has layers that are neither full nor sliding attention: {', '.join(others)}")
+    if getattr(text, "attn_temperature_tuning", False) and 0 in (getattr(text, "no_rope_layers", None) or ()):
+        # The code numbers them itself, from the step's first token on, where others take the positions they are given.
+        raise _unsupported(architecture, "scales queries by their position (attn_temperature_tuning in config.json)")
     if architecture in SUPPORTED_ARCHITECTURES:
         _refuse_unknown_names(text, architecture)
     for rope_type in _rope_types(getattr(text, "rope_parameters", None)):
@@ -197,7 +200,7 @@ def _read_generation_config(directory: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
@@ -211,6 +214,6 @@ def _count_parameters(directory: Path) -> int:
             shard = json.loads(read_safetensors_header(path))
             tensors = [tensor for name, tensor in shard.items() if name != "__metadata__"]
             num_parameters += sum(math.prod(each["shape"]) for each in tensors if each["dtype"] in _FLOAT_DTYPES)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a readable safetensors file: {error!r}") from error
     return num_parameters

@@ -23,7 +23,7 @@ from engine.attention.batch import StepBatch
 from engine.attention.kv_cache import TORCH_DTYPES, KVCache
 from engine.model.config import DtypeName
 from engine.model.config_fields import UnsupportedModelError
-from engine.model.safetensors_file import ModelWeightsError
+from engine.model.safetensors_file import ModelWeightsError, is_finite
 from engine.model.transformers_attention import ATTENTION_NAME, KvWritten, PagedForward, register
 from engine.model.transformers_config import TransformersConfig, import_transformers
 from engine.model.transformers_trial import check_logits, num_trial_blocks, paged_logits, plain_logits, trial_prompts
@@ -98,7 +98,7 @@ def load_transformers_model(
     Overwrites the first blocks of the pool: call it before the pool holds anything.
 
     Raises:
-        ModelWeightsError: a file is damaged, or a tensor is missing or of another shape.
+        ModelWeightsError: a file is damaged, a tensor is missing or of another shape, or a weight is not finite.
         UnsupportedModelError: paged attention would not compute the same; names the model and the reason.
         ValueError: the pool is too small.
     """
@@ -140,6 +140,9 @@ def _load(transformers: Any, model_dir: Path, config: TransformersConfig, dtype:
             raise ModelWeightsError(
                 f"{model_dir}: {what.replace('_keys', '')} tensors of {config.architecture}: {names}"
             )
+    for name, weight in model.named_parameters():
+        if weight.numel() and not is_finite(weight.detach()):
+            raise ModelWeightsError(f"{name} in {model_dir} holds NaN or infinity as {weight.dtype}")
     return model.eval().requires_grad_(False)
 
 

@@ -19,7 +19,7 @@ from engine.attention.kv_cache import TORCH_DTYPES
 from engine.model.arena import WeightArena
 from engine.model.config import DtypeName, ModelConfig
 from engine.model.families import ExpertsConfig, LayerConfig
-from engine.model.safetensors_file import Checkpoint
+from engine.model.safetensors_file import Checkpoint, ModelWeightsError, is_finite
 
 LoadProgress = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes there are to read."""
@@ -87,8 +87,8 @@ def load_weights(
     Tensors of the decoder that the configuration has no use for are named in a warning.
 
     Raises:
-        ModelWeightsError: a tensor or file is missing, damaged or of another shape than `config` says; the message
-            names it.
+        ModelWeightsError: a tensor or file is missing, damaged or of another shape than `config` says, or a weight is
+            NaN or infinite in `dtype`; the message names it.
     """
     with Checkpoint(model_dir) as checkpoint:
         dtype_ = TORCH_DTYPES[dtype]
@@ -267,5 +267,7 @@ class _Loader:
 
     def _read(self, name: str, target: torch.Tensor) -> None:
         self._loaded_bytes += self._checkpoint.read_into(name, target)
+        if not target.is_meta and not is_finite(target):
+            raise ModelWeightsError(f"{name} in {self._checkpoint.model_dir} holds NaN or infinity as {target.dtype}")
         self._unread.discard(name)
         self._progress(self._loaded_bytes, self._total_bytes)

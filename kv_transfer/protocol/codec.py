@@ -2,9 +2,10 @@
 
     version u8 | kind u8 | crc32 u32 of version, kind and body | body | tail
 
-Only PushChunk has a tail: one u64 a block (or a piece of one), the checksums, which the transport appends when it sums
-the blocks in the same pass as it copies them (Transport.write). The CRC covers everything but the tail; a checksum that
-was damaged on its way fails against its block, and the chunk is written again.
+Only PushChunk has a tail: one u64 a summed block (or a piece of one), the checksums, which the transport appends when
+it sums the blocks in the same pass as it copies them (Transport.write). The body says which blocks those are, so a tail
+of another length is refused. The CRC covers everything but the tail; a checksum that was damaged on its way fails
+against its block, and the chunk is written again.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from kv_transfer.protocol.messages import (
     PushMissing,
     PushStats,
     PushStop,
+    are_positions,
 )
 
-VERSION = 2
+VERSION = 3
 MAX_REQUEST_ID_BYTES = 256
 MAX_REASON_BYTES = 300
 """Longer reasons are cut."""
@@ -41,6 +43,7 @@ _LENGTH = struct.Struct("<H")
 _ATTEMPT_LEASE = struct.Struct("<IQ")
 _CHUNK = struct.Struct("<HIHHHH")
 _BLOCK = struct.Struct("<IIQ")
+_POSITION = struct.Struct("<H")
 _END = struct.Struct("<HIIIHQQQ")
 _TOKEN = struct.Struct("<HII?d")
 _ALTERNATIVE = struct.Struct("<Id")
@@ -56,7 +59,10 @@ class MalformedMessageError(Exception):
 
 
 def encode(message: PushMessage) -> bytes:
-    """Raises ValueError for a message that has no encoding: a number out of range, too many items, a long id."""
+    """Raises ValueError for a message that has no encoding: a number out of range, too many items, a long id.
+
+    A PushChunk without its checksums is encoded as it is given to the transport, which appends them.
+    """
     kind = _KINDS.get(type(message))
     if kind is None:
         raise ValueError(f"message: {type(message).__name__} is not a push message")
@@ -120,9 +126,8 @@ class _Reader:
         return [self.take(fields) for _ in range(count)]
 
     def take_tail(self, count: int) -> tuple[int, ...]:
-        """All `count` checksums, or none if the body is all there is."""
         self._body_end = self.offset
-        return self.take(struct.Struct(f"<{count}Q")) if self.offset < len(self._payload) else ()
+        return self.take(struct.Struct(f"<{count}Q"))
 
 
 # ---- parts ---------------------------------------------------------------------------------------------------
@@ -156,17 +161,20 @@ def _items(fields: struct.Struct, items: Sequence[tuple[float, ...]]) -> bytes:
 
 
 def _encode_chunk(message: PushChunk) -> list[bytes]:
-    if message.checksums and len(message.checksums) != len(message.blocks) * message.num_pieces:
+    if message.checksums and len(message.checksums) != message.num_checksums:
         raise ValueError(
-            f"checksums: {len(message.checksums)} for {len(message.blocks)} blocks of {message.num_pieces} pieces"
+            f"checksums: {len(message.checksums)} for {len(message.summed)} blocks of {message.num_pieces} pieces"
         )
+    if not are_positions(message.summed, len(message.blocks)):
+        raise ValueError(f"summed: {message.summed} of {len(message.blocks)} blocks")
     if message.num_layers < 1:
         raise ValueError(f"num_layers: must be at least 1, is {message.num_layers}")
     blocks = [(block.index, block.block_id, block.generation) for block in message.blocks]
     fields = _CHUNK.pack(
         message.rank, message.chunk, message.round, message.first_layer, message.num_layers, message.num_pieces
     )
-    return [_head(message.key, message.lease_id), fields, _items(_BLOCK, blocks)]
+    summed = _items(_POSITION, [(position,) for position in message.summed])
+    return [_head(message.key, message.lease_id), fields, _items(_BLOCK, blocks), summed]
 
 
 def _decode_chunk(reader: _Reader) -> PushChunk:
@@ -175,7 +183,10 @@ def _decode_chunk(reader: _Reader) -> PushChunk:
     if num_layers == 0:
         raise MalformedMessageError("a chunk without layers")
     blocks = tuple(BlockGrant(*block) for block in reader.take_items(_BLOCK))
-    checksums = reader.take_tail(len(blocks) * num_pieces)
+    summed = tuple(position for (position,) in reader.take_items(_POSITION))
+    if not are_positions(summed, len(blocks)):
+        raise MalformedMessageError(f"a chunk of {len(blocks)} blocks with the sums of {summed}")
+    checksums = reader.take_tail(len(summed) * num_pieces)
     return PushChunk(
         key=key,
         lease_id=lease_id,
@@ -184,6 +195,7 @@ def _decode_chunk(reader: _Reader) -> PushChunk:
         blocks=blocks,
         first_layer=first_layer,
         num_layers=num_layers,
+        summed=summed,
         checksums=checksums,
         round=round_,
         num_pieces=num_pieces,

@@ -13,42 +13,39 @@ the parts (`gang_push`):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+from kv_transfer.protocol.gang_half import GangHalf
 from kv_transfer.protocol.gang_push import IncomingParts, PartState, joint_view
-from kv_transfer.protocol.lease import LeaseView, Recent
+from kv_transfer.protocol.lease import LeaseView
 from kv_transfer.protocol.limits import PushLimits
 from kv_transfer.protocol.messages import (
-    BlocksQuarantined,
     BlocksReleased,
     Grant,
     PeerId,
     PushAbort,
-    PushArrived,
     PushEffect,
     PushFailed,
     PushKey,
     PushMessage,
 )
-from kv_transfer.protocol.ranks import rank_of, rank_peer
+from kv_transfer.protocol.ranks import rank_peer
 from kv_transfer.protocol.receiver import PushReceiver
 from kv_transfer.protocol.receiver_push import check_grant
+from kv_transfer.protocol.sampling import Checksums
 
 
 class GangReceiver:
     """All pushes that arrive at one rank. `peer` is always a rank's name; a grant's `sender` names the gang."""
 
-    def __init__(self, limits: PushLimits, checksum: bool, *, num_layers: int) -> None:
+    def __init__(self, limits: PushLimits, checksums: Checksums, *, num_layers: int) -> None:
         """As PushReceiver. The limits hold for each sender rank's pushes and for the whole alike."""
         self._limits = limits
-        self._checksum = checksum
-        self._num_layers = num_layers
-        self._receivers: dict[int, PushReceiver] = {}
-        """By sender rank."""
-        self._pushes: dict[PushKey, IncomingParts] = {}
-        self._ended: Recent[PushKey, None] = Recent(limits.max_tombstones)
-        self._num_strangers = 0
+        self._half: GangHalf[PushReceiver, IncomingParts] = GangHalf(
+            lambda rank: PushReceiver(limits, checksums, num_layers=num_layers, sender_rank=rank), limits.max_tombstones
+        )
+        self._pushes = self._half.pushes
 
     # ---- the owner's side ------------------------------------------------------------------------------------
 
@@ -60,14 +57,14 @@ class GangReceiver:
         if grant.key in self._pushes or any(p.grant.lease_id == grant.lease_id for p in self._pushes.values()):
             raise ValueError(f"grant: {grant.key} or lease {grant.lease_id} is open already")
         grants = {rank: replace(grant, sender=rank_peer(grant.sender, rank)) for rank in sender_ranks}
-        refusal = self._refusal(grants)
+        refusal = self._half.refusal(grants) or self._limit_reached()
         if refusal is not None:
             block_ids = tuple(block.block_id for block in grant.blocks)
             return [PushFailed(key=grant.key, reason=refusal), BlocksReleased(key=grant.key, block_ids=block_ids)]
         self._pushes[grant.key] = IncomingParts.expect(grant, sender_ranks)
         effects: list[PushEffect] = []
         for rank, part in grants.items():
-            effects += self._absorb(now_ns, rank, self._receiver(rank).open(now_ns, part))
+            effects += self._half.absorb(now_ns, rank, self._half.machine(rank).open(now_ns, part))
         return effects
 
     def committed(self, now_ns: int, key: PushKey) -> list[PushEffect]:
@@ -75,8 +72,8 @@ class GangReceiver:
         push = self._delivered(key)
         effects: list[PushEffect] = []
         for rank in push.parts:
-            effects += self._receivers[rank].committed(now_ns, key)
-        self._forget(key)
+            effects += self._half.machines[rank].committed(now_ns, key)
+        self._half.forget(key)
         return effects
 
     def commit_failed(self, now_ns: int, key: PushKey, reason: str) -> list[PushEffect]:
@@ -86,7 +83,7 @@ class GangReceiver:
     def cancel(self, now_ns: int, key: PushKey, reason: str) -> list[PushEffect]:
         push = self._pushes.get(key)
         if push is None:
-            self._ended.add(key, None)
+            self._half.ended.add(key, None)
             return []
         return self._give_up(now_ns, push, reason)
 
@@ -97,57 +94,47 @@ class GangReceiver:
             return []
         effects = self._give_up(now_ns, push, "the sender stopped")
         for rank in push.parts:
-            effects += self._absorb(now_ns, rank, self._receivers[rank].on_sender_stopped(now_ns, key))
+            effects += self._half.absorb(now_ns, rank, self._half.machines[rank].on_sender_stopped(now_ns, key))
         return effects
 
     def fence(self, now_ns: int, peer: PeerId) -> list[PushEffect]:
-        rank = self._rank_of(peer)
-        return [] if rank is None else self._absorb(now_ns, rank, self._receiver(rank).fence(now_ns, peer))
+        rank = self._half.rank_of(peer)
+        return [] if rank is None else self._half.absorb(now_ns, rank, self._half.machine(rank).fence(now_ns, peer))
 
     def on_verified(
         self, now_ns: int, key: PushKey, chunk: int, bad_block_ids: tuple[int, ...], rank: int
     ) -> list[PushEffect]:
         """Answers VerifyBlocks, naming its `rank`."""
-        return self._absorb(now_ns, rank, self._receiver(rank).on_verified(now_ns, key, chunk, bad_block_ids))
+        verified = self._half.machine(rank).on_verified(now_ns, key, chunk, bad_block_ids)
+        return self._half.absorb(now_ns, rank, verified)
 
     # ---- the transport's side --------------------------------------------------------------------------------
 
     def on_connected(self, now_ns: int, peer: PeerId) -> list[PushEffect]:
-        rank = self._rank_of(peer)
-        return [] if rank is None else self._absorb(now_ns, rank, self._receiver(rank).on_connected(now_ns, peer))
+        return self._half.on_connected(now_ns, peer)
 
     def on_peer_gone(self, now_ns: int, peer: PeerId, reason: str) -> list[PushEffect]:
-        rank = self._rank_of(peer)
-        if rank is None:
-            return []
-        return self._absorb(now_ns, rank, self._receiver(rank).on_peer_gone(now_ns, peer, reason))
+        return self._half.on_peer_gone(now_ns, peer, reason)
 
     def on_fenced(self, now_ns: int, peer: PeerId) -> list[PushEffect]:
-        rank = self._rank_of(peer)
-        return [] if rank is None else self._absorb(now_ns, rank, self._receiver(rank).on_fenced(now_ns, peer))
+        rank = self._half.rank_of(peer)
+        return [] if rank is None else self._half.absorb(now_ns, rank, self._half.machine(rank).on_fenced(now_ns, peer))
 
     def on_message(self, now_ns: int, peer: PeerId, message: PushMessage) -> list[PushEffect]:
-        rank = self._rank_of(peer)
-        if rank is None:
-            return []
         effects: list[PushEffect] = []
-        if isinstance(message, PushAbort) and self._is_retracted(rank, peer, message):
+        if isinstance(message, PushAbort):
             # PushReceiver passes over an abort of what has arrived, because its owner commits that at once. Here the
             # other parts are still awaited, and a sender that gave one up has given all of them up.
-            effects += self._give_up(now_ns, self._pushes[message.key], f"rank {rank}: {message.reason}")
-        return effects + self._absorb(now_ns, rank, self._receiver(rank).on_message(now_ns, peer, message))
+            effects += self._retract(now_ns, peer, message)
+        return effects + self._half.on_message(now_ns, peer, message)
 
     # ---- time ------------------------------------------------------------------------------------------------
 
     def on_tick(self, now_ns: int) -> list[PushEffect]:
-        effects: list[PushEffect] = []
-        for rank, receiver in self._receivers.items():
-            effects += self._absorb(now_ns, rank, receiver.on_tick(now_ns))
-        return effects
+        return self._half.on_tick(now_ns)
 
     def next_deadline_ns(self) -> int | None:
-        deadlines = (receiver.next_deadline_ns() for receiver in self._receivers.values())
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        return self._half.next_deadline_ns()
 
     # ---- views -----------------------------------------------------------------------------------------------
 
@@ -157,7 +144,7 @@ class GangReceiver:
 
     @property
     def num_ignored_messages(self) -> int:
-        return self._num_strangers + sum(receiver.num_ignored_messages for receiver in self._receivers.values())
+        return self._half.num_ignored_messages
 
     @property
     def num_quarantined_blocks(self) -> int:
@@ -169,21 +156,19 @@ class GangReceiver:
 
     def leases(self, now_ns: int) -> list[LeaseView]:
         """One a push, not one a part; it shows the state and the time left of the part that is waited for."""
-        parts = {(rank, view.key): view for rank, sub in self._receivers.items() for view in sub.leases(now_ns)}
+        parts = self._half.views(now_ns)
         return [
-            joint_view(push.grant.sender, [parts[rank, key] for rank in push.parts if (rank, key) in parts])
+            joint_view([parts[rank, key] for rank in push.parts if (rank, key) in parts])
             for key, push in self._pushes.items()
         ]
 
     def check_invariants(self) -> None:
         open_parts = 0
         owned: dict[int, PushKey] = {}
-        for receiver in self._receivers.values():
-            receiver.check_invariants()
-        states = {(rank, view.key): view.state for rank, sub in self._receivers.items() for view in sub.leases(0)}
+        self._half.check_invariants()
+        states = {part: view.state for part, view in self._half.views(0).items()}
         for key, push in self._pushes.items():
             push.check_invariants()
-            assert not push.is_released, "what nobody holds is forgotten"
             assert push.failure is None or not push.living_parts(), "one failed part ends all others"
             for block in push.grant.blocks:
                 assert owned.setdefault(block.block_id, key) == key, f"block {block.block_id} is granted twice"
@@ -194,28 +179,6 @@ class GangReceiver:
         assert open_parts == len(states), "a part without a push"
 
     # ---- inside ----------------------------------------------------------------------------------------------
-
-    def _receiver(self, rank: int) -> PushReceiver:
-        if rank not in self._receivers:
-            self._receivers[rank] = PushReceiver(
-                self._limits, self._checksum, num_layers=self._num_layers, sender_rank=rank
-            )
-        return self._receivers[rank]
-
-    def _rank_of(self, peer: PeerId) -> int | None:
-        try:
-            return rank_of(peer)
-        except ValueError:
-            self._num_strangers += 1
-            return None
-
-    def _refusal(self, grants: Mapping[int, Grant]) -> str | None:
-        """No part is opened where one would be refused."""
-        for rank, grant in grants.items():
-            refusal = "it has ended already" if grant.key in self._ended else self._receiver(rank).refusal(grant)
-            if refusal is not None:
-                return refusal
-        return self._limit_reached()
 
     def _limit_reached(self) -> str | None:
         if len(self._pushes) >= self._limits.max_pushes:
@@ -230,48 +193,16 @@ class GangReceiver:
             raise ValueError(f"key: {key} does not wait for a commit")
         return push
 
-    def _is_retracted(self, rank: int, peer: PeerId, message: PushAbort) -> bool:
+    def _retract(self, now_ns: int, peer: PeerId, message: PushAbort) -> list[PushEffect]:
+        """Gives up what has arrived from that rank and is awaited from others."""
         push = self._pushes.get(message.key)
-        return (
-            push is not None
-            and not push.is_delivered
-            and push.parts.get(rank) is PartState.ARRIVED
-            and push.grant.lease_id == message.lease_id
-            and rank_peer(push.grant.sender, rank) == peer
-        )
+        if push is None or push.is_delivered or push.grant.lease_id != message.lease_id:
+            return []
+        arrived = (rank for rank, state in push.parts.items() if state is PartState.ARRIVED)
+        retracted = next((rank for rank in arrived if rank_peer(push.grant.sender, rank) == peer), None)
+        if retracted is None:
+            return []
+        return self._give_up(now_ns, push, f"rank {retracted}: {message.reason}")
 
     def _give_up(self, now_ns: int, push: IncomingParts, reason: str) -> list[PushEffect]:
-        return push.fail(reason) + self._cancel_parts(now_ns, push, reason)
-
-    def _cancel_parts(self, now_ns: int, push: IncomingParts, reason: str) -> list[PushEffect]:
-        effects: list[PushEffect] = []
-        for rank in push.living_parts():
-            effects += self._absorb(now_ns, rank, self._receivers[rank].cancel(now_ns, push.grant.key, reason))
-        return effects
-
-    def _absorb(self, now_ns: int, rank: int, effects: list[PushEffect]) -> list[PushEffect]:
-        """What one part's effects come to for the owner."""
-        result: list[PushEffect] = []
-        touched: dict[PushKey, IncomingParts] = {}
-        failed: list[IncomingParts] = []
-        for effect in effects:
-            if not isinstance(effect, PushArrived | PushFailed | BlocksQuarantined | BlocksReleased):
-                result.append(effect)
-                continue
-            push = touched[effect.key] = self._pushes[effect.key]
-            had_failed = push.failure is not None
-            result += push.take(rank, effect)
-            if push.failure is not None and not had_failed:
-                failed.append(push)
-        # Only now, because the others' words must not come between two of this part's.
-        for push in failed:
-            assert push.failure is not None
-            result += self._cancel_parts(now_ns, push, push.failure)
-        for key, push in touched.items():
-            if push.is_released and self._pushes.get(key) is push:
-                self._forget(key)
-        return result
-
-    def _forget(self, key: PushKey) -> None:
-        del self._pushes[key]
-        self._ended.add(key, None)
+        return push.fail(reason) + self._half.cancel_parts(now_ns, push, reason)

@@ -16,7 +16,6 @@ from kv_transfer.protocol.messages import (
     BlocksQuarantined,
     BlocksReleased,
     Grant,
-    PeerId,
     PushArrived,
     PushEffect,
     PushFailed,
@@ -24,6 +23,7 @@ from kv_transfer.protocol.messages import (
     PushStats,
     SourceReleased,
 )
+from kv_transfer.protocol.ranks import worker_of
 
 TargetEffect = PushArrived | PushFailed | BlocksQuarantined | BlocksReleased
 """What a part of a push says at the receiver."""
@@ -58,6 +58,10 @@ class IncomingParts:
         return cls(grant=grant, parts=dict.fromkeys(parts, PartState.RECEIVING))
 
     @property
+    def key(self) -> PushKey:
+        return self.grant.key
+
+    @property
     def is_released(self) -> bool:
         return all(state is PartState.RELEASED for state in self.parts.values())
 
@@ -76,16 +80,16 @@ class IncomingParts:
             if self.is_quarantined:
                 return []
             self.is_quarantined = True
-            return [BlocksQuarantined(key=self.grant.key, block_ids=self._block_ids())]
+            return [BlocksQuarantined(key=self.key, block_ids=self._block_ids())]
         self.parts[part] = PartState.RELEASED
-        return [BlocksReleased(key=self.grant.key, block_ids=self._block_ids())] if self.is_released else []
+        return [BlocksReleased(key=self.key, block_ids=self._block_ids())] if self.is_released else []
 
     def fail(self, reason: str) -> list[PushEffect]:
         """The push will not complete, if that is news."""
         if self.failure is not None:
             return []
         self.failure = reason
-        return [PushFailed(key=self.grant.key, reason=reason)]
+        return [PushFailed(key=self.key, reason=reason)]
 
     def check_invariants(self) -> None:
         states = self.parts.values()
@@ -180,7 +184,7 @@ def _sum_stats(stats: Sequence[PushStats]) -> PushStats:
     )
 
 
-def joint_view(peer: PeerId, views: Sequence[LeaseView]) -> LeaseView:
+def joint_view(views: Sequence[LeaseView]) -> LeaseView:
     """The leases of a push's parts as one, with the state and the time left of the part that is waited for."""
     waited_for = min(views, key=lambda view: (_WAITED_FOR.index(view.state), view.remaining_ns))
-    return replace(waited_for, peer=peer)
+    return replace(waited_for, peer=worker_of(waited_for.peer))

@@ -8,6 +8,7 @@ Encoded form: `kv_transfer.protocol.codec`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -85,8 +86,9 @@ class PushStats:
 class PushChunk:
     """Sender to receiver, with a write: of these blocks, `num_layers` layers from `first_layer` on are in place.
 
-    That is all layers, except where blocks are written while they are computed, in groups of layers. `checksums` are as
-    many as `blocks` (0 = off), each of that block's layers alone. Between ranks that share the heads differently those
+    That is all layers, except where blocks are written while they are computed, in groups of layers. `summed` are the
+    positions within `blocks`, ascending, of those that have a checksum (`sampling`: all, some or none); `checksums` are
+    theirs, in that order, each of that block's layers alone. Between ranks that share the heads differently those
     layers of a block move in `num_pieces` pieces, with as many checksums; in none if the sender owes nothing of them.
     `round` counts the receiver's PushMissing answers: 0 for the first writing, r for what PushMissing(round=r) asked.
     """
@@ -98,6 +100,7 @@ class PushChunk:
     blocks: tuple[BlockGrant, ...]
     first_layer: int
     num_layers: int
+    summed: tuple[int, ...] = ()
     checksums: tuple[int, ...] = ()
     round: int = 0
     num_pieces: int = 1
@@ -105,6 +108,17 @@ class PushChunk:
     @property
     def layers(self) -> range:
         return range(self.first_layer, self.first_layer + self.num_layers)
+
+    @property
+    def num_checksums(self) -> int:
+        """How many belong to the chunk once the transport has added them."""
+        return len(self.summed) * self.num_pieces
+
+
+def are_positions(summed: tuple[int, ...], num_blocks: int) -> bool:
+    """Whether a chunk of so many blocks can have said PushChunk.summed: each within it, and in ascending order."""
+    is_ascending = all(before < after for before, after in pairwise(summed))
+    return is_ascending and (not summed or (summed[0] >= 0 and summed[-1] < num_blocks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,8 +216,7 @@ class SendMessage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteBlocks:
     """Copy `message.layers` of blocks (`source_blocks[i]` -> `message.blocks[i]`), then deliver `message` with the
-    checksums of what was copied.
-
+    checksums of those blocks that `message.summed` names.
 
     Whole blocks, or what `peer` holds of them (`ranks.RankPair`); the owner sets `message.num_pieces` accordingly.
     The owner answers with PushSender.on_write_completed / on_write_failed naming `write_id`.
@@ -222,8 +235,8 @@ class CancelWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyBlocks:
-    """Sum these layers of each of these local blocks off the engine thread; the owner answers with
-    PushReceiver.on_verified.
+    """Sum these layers of each of these local blocks, the summed ones of a chunk, off the engine thread; the owner
+    answers with PushReceiver.on_verified.
 
     `rank` is the sender's: it tells which pieces of the layers were written, and have a checksum each.
     """

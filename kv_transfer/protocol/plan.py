@@ -41,6 +41,21 @@ def plan_block_copies(pairs: Sequence[tuple[int, int]], layout: KVLayout, layers
     ]
 
 
+def summed_first(pairs: Sequence[tuple[int, int]], summed: Sequence[int]) -> list[tuple[int, int]]:
+    """The pairs in the order of a write whose first copies alone are summed (Transport.write): those at the positions
+    `summed` (PushChunk.summed), then the others."""
+    chosen = frozenset(summed)
+    return [pairs[position] for position in summed] + [
+        pair for position, pair in enumerate(pairs) if position not in chosen
+    ]
+
+
+def plan_write(pairs: Sequence[tuple[int, int]], layout: KVLayout, layers: range, summed: Sequence[int]) -> list[Copy]:
+    """The copies of a chunk's write: first one for each block that is summed, then those of the others, merged."""
+    ordered, num_summed = summed_first(pairs, summed), len(summed)
+    return plan_block_copies(ordered[:num_summed], layout, layers) + plan_copies(ordered[num_summed:], layout, layers)
+
+
 def merge_copies(copies: Sequence[Copy]) -> list[Copy]:
     """The same bytes in fewer copies: those that follow each other in the list and on both sides become one."""
     merged: list[Copy] = []

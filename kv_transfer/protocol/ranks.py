@@ -51,6 +51,11 @@ def rank_of(peer: PeerId) -> int:
     return rank
 
 
+def worker_of(peer: PeerId) -> PeerId:
+    """The life of a worker of which the peer is a rank."""
+    return PeerId(peer.name.partition(_SEPARATOR)[0], peer.incarnation)
+
+
 # ---- heads -------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ Rules (ARCHITECTURE.md §5, §7):
 from __future__ import annotations
 
 from kv_transfer.protocol.lease import LeaseView, Recent
-from kv_transfer.protocol.limits import PushLimits
+from kv_transfer.protocol.limits import MAX_MISSING_CHUNKS, PushLimits
 from kv_transfer.protocol.messages import (
     BlocksQuarantined,
     BlocksReleased,
@@ -38,6 +38,7 @@ from kv_transfer.protocol.messages import (
     VerifyBlocks,
 )
 from kv_transfer.protocol.receiver_push import ChunkState, IncomingPush, ReceiverPhase, check_grant
+from kv_transfer.protocol.sampling import Checksums, summed_positions
 
 
 class PushReceiver:
@@ -47,12 +48,13 @@ class PushReceiver:
     an owner of both halves may give every message to both.
     """
 
-    def __init__(self, limits: PushLimits, checksum: bool, *, num_layers: int, sender_rank: int = 0) -> None:
-        """`checksum`: whether every block is to be verified; a chunk that comes without its sums then counts as lost,
-        so that nothing is taken over unverified because a message was cut or a sender does not sum. `num_layers`: of a
-        block. `sender_rank`: that all senders have within their gangs (GangReceiver has one of us for each)."""
+    def __init__(self, limits: PushLimits, checksums: Checksums, *, num_layers: int, sender_rank: int = 0) -> None:
+        """`checksums`: which blocks are to be verified; a chunk that comes without the sum of one of them counts as
+        lost, so that nothing is taken over unverified because a sender sums less. Sums beyond those are verified as
+        well. `num_layers`: of a block. `sender_rank`: that all senders have within their gangs (GangReceiver has one of
+        us for each)."""
         self._num_layers = num_layers
-        self._checksum = checksum
+        self._checksums = checksums
         self._sender_rank = sender_rank
         self.num_ignored_messages = 0
         self._limits = limits
@@ -300,16 +302,16 @@ class PushReceiver:
         violation = push.violation(message)
         if violation is not None:
             return self._give_up(now_ns, push, violation)
-        if self._checksum and message.num_pieces and not message.checksums:
+        if not frozenset(summed_positions(self._checksums, message)).issubset(message.summed):
             self.num_ignored_messages += 1
             return []
         if not push.is_news(message):
             return []
-        state = ChunkState.VERIFYING if message.checksums or self._checksum else ChunkState.GOOD
+        state = ChunkState.VERIFYING if message.summed else ChunkState.GOOD
         push.add_chunk(message, state)
         if state is ChunkState.GOOD:
             return self._evaluate(now_ns, push)
-        block_ids = tuple(block.block_id for block in message.blocks)
+        block_ids = tuple(message.blocks[position].block_id for position in message.summed)
         return [
             VerifyBlocks(
                 key=message.key,
@@ -339,7 +341,7 @@ class PushReceiver:
             return []
         lost = push.lost_chunks(end.num_chunks)
         if lost:
-            if push.round >= self._limits.max_missing_rounds:
+            if push.round >= self._limits.max_missing_rounds or len(lost) > MAX_MISSING_CHUNKS:
                 return self._give_up(now_ns, push, f"{len(lost)} chunks are lost or corrupt after {push.round} rounds")
             push.begin_round(lost)
             return self._send_missing(push)

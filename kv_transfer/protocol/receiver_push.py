@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kv_transfer.protocol.limits import MAX_CHUNKS
-from kv_transfer.protocol.messages import BlockGrant, Grant, PeerId, PushChunk, PushEnd
+from kv_transfer.protocol.messages import BlockGrant, Grant, PeerId, PushChunk, PushEnd, are_positions
 
 
 class ReceiverPhase(Enum):
@@ -90,8 +90,10 @@ class IncomingPush:
             return f"chunk {message.chunk} of rank {message.rank} cannot exist"
         if message.num_layers < 1 or message.first_layer < 0 or message.layers.stop > self.num_layers:
             return f"chunk {message.chunk} names layers {message.layers} of {self.num_layers}"
-        if message.checksums and len(message.checksums) != len(message.blocks) * message.num_pieces:
-            return f"chunk {message.chunk} has {len(message.checksums)} checksums for {len(message.blocks)} blocks"
+        if not are_positions(message.summed, len(message.blocks)):
+            return f"chunk {message.chunk} of {len(message.blocks)} blocks has the sums of {message.summed}"
+        if len(message.checksums) != message.num_checksums:
+            return f"chunk {message.chunk} has {len(message.checksums)} checksums for {len(message.summed)} blocks"
         return self._contradiction(message)
 
     def _contradiction(self, message: PushChunk) -> str | None:

@@ -38,6 +38,7 @@ from kv_transfer.protocol.messages import (
     SourceReleased,
     WriteBlocks,
 )
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.protocol.sender_push import OutgoingPush, SenderPhase, Write, check_grant
 
 
@@ -67,12 +68,11 @@ class PushSender:
     """
 
     def __init__(
-        self, limits: PushLimits, checksum: bool, block_size_bytes: int = 0, *, num_layers: int, rank: int = 0
+        self, limits: PushLimits, checksums: Checksums, block_size_bytes: int = 0, *, num_layers: int, rank: int = 0
     ) -> None:
-        """`checksum`: whether the owner has the transport sum every block that it writes (Transport.write).
-        `block_size_bytes` is for the statistics in PushEnd alone. `num_layers`: of a block. `rank`: this worker's
-        within its gang."""
-        self.checksum = checksum
+        """`checksums`: of which blocks. `block_size_bytes` is for the statistics in PushEnd alone. `num_layers`: of a
+        block. `rank`: this worker's within its gang."""
+        self._checksums = checksums
         self._num_layers = num_layers
         self._rank = rank
         self._block_size_bytes = block_size_bytes
@@ -309,7 +309,7 @@ class PushSender:
             return []
         if message.round > self._limits.max_missing_rounds:
             return self._fail(now_ns, push, f"chunks were lost in {message.round} rounds")
-        push.begin_round(message.round, message.chunks)
+        push.begin_round(message.round, tuple(dict.fromkeys(message.chunks)))
         return self._advance(now_ns, push)
 
     def _on_committed(self, peer: PeerId, message: PushCommitted) -> list[PushEffect]:
@@ -359,7 +359,7 @@ class PushSender:
         while link.turns and link.num_inflight < self._limits.max_inflight_writes:
             key = link.turns.popleft()
             push = link.pushes[key]
-            sources, message = push.take_chunk(self._limits.max_blocks_per_write)
+            sources, message = push.take_chunk(self._limits.max_blocks_per_write, self._checksums)
             write_id = self._next_write_id
             self._next_write_id += 1
             num_block_layers = len(sources) * message.num_layers

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kv_transfer.protocol.messages import BlockGrant, FirstToken, Grant, PeerId, PushChunk, PushEnd, PushStats
+from kv_transfer.protocol.sampling import Checksums, summed_positions
 
 
 class SenderPhase(Enum):
@@ -128,8 +129,9 @@ class OutgoingPush:
                 del self.ungiven[index]
                 self.num_layers_given.pop(index, None)
 
-    def take_chunk(self, max_blocks: int) -> tuple[tuple[int, ...], PushChunk]:
-        """The next write: its source blocks and the message that goes with it. Needs has_work.
+    def take_chunk(self, max_blocks: int, checksums: Checksums) -> tuple[tuple[int, ...], PushChunk]:
+        """The next write: its source blocks and the message that goes with it, its checksums still to be taken. Needs
+        has_work.
 
         The blocks of one write have the same layers.
         """
@@ -149,7 +151,7 @@ class OutgoingPush:
             num_layers=len(chunk.layers),
             round=self.round,
         )
-        return chunk.sources, message
+        return chunk.sources, replace(message, summed=summed_positions(checksums, message))
 
     def _next_chunk(self, max_blocks: int) -> Chunk:
         layers = self.pending[0].layers

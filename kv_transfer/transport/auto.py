@@ -128,13 +128,22 @@ class AutoTransport:
         self._dials[peer] = dial
         self._try_next(dial)
 
-    def write(self, peer: PeerId, copies: Sequence[Copy], notify: bytes, *, checksum: bool = False) -> int:
+    def write(
+        self,
+        peer: PeerId,
+        copies: Sequence[Copy],
+        notify: bytes,
+        *,
+        checksum: bool = False,
+        num_summed: int | None = None,
+    ) -> int:
         """See Transport. Raises: UnknownPeerError, and ValueError as the peer's backend does."""
         known = self._peers.get(peer)
         name = None if known is None else known.backend_for(is_answer=not copies)
         if name is None:
             raise UnknownPeerError(f"not connected to {peer.name} (incarnation {peer.incarnation})")
-        return self._post(name, peer, copies, PAYLOAD + notify, checksum=checksum)
+        backend, message = self._backends[name], PAYLOAD + notify
+        return self._outer(name, backend.write(peer, copies, message, checksum=checksum, num_summed=num_summed))
 
     def cancel(self, handle: int) -> None:
         inner, place = divmod(handle, len(self._names))
@@ -380,11 +389,8 @@ class AutoTransport:
         if known is not None and not known.linked and peer not in self._dials:
             self._peers.forget(peer)
 
-    def _post(self, name: str, peer: PeerId, copies: Sequence[Copy], message: bytes, *, checksum: bool = False) -> int:
-        return self._outer(name, self._backends[name].write(peer, copies, message, checksum=checksum))
-
     def _post_own(self, name: str, peer: PeerId, copies: Sequence[Copy], message: bytes) -> int:
-        handle = self._post(name, peer, copies, message)
+        handle = self._outer(name, self._backends[name].write(peer, copies, message))
         self._own_writes[handle] = None
         return handle
 

@@ -81,6 +81,17 @@ class Fenced:
 TransportEvent = Connected | ConnectFailed | WriteCompleted | WriteFailed | Notified | PeerGone | Fenced
 
 
+def count_sums(copies: Sequence[Copy], *, checksum: bool, num_summed: int | None) -> int:
+    """How many checksums `Transport.write` is asked for. Raises: ValueError where there are not so many copies."""
+    if not checksum:
+        return 0
+    if num_summed is None:
+        return len(copies)
+    if not 0 <= num_summed <= len(copies):
+        raise ValueError(f"num_summed: {num_summed} of {len(copies)} copies")
+    return num_summed
+
+
 class Transport(Protocol):
     """See the module docstring. All calls come from one thread and return at once."""
 
@@ -92,14 +103,23 @@ class Transport(Protocol):
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
         """Starts connecting; Connected or ConnectFailed follows. Connecting twice to one life is a no-op."""
 
-    def write(self, peer: PeerId, copies: Sequence[Copy], notify: bytes, *, checksum: bool = False) -> int:
+    def write(
+        self,
+        peer: PeerId,
+        copies: Sequence[Copy],
+        notify: bytes,
+        *,
+        checksum: bool = False,
+        num_summed: int | None = None,
+    ) -> int:
         """Posts one write and returns its handle; WriteCompleted or WriteFailed follows.
 
-        With `checksum`, every copy's source bytes are summed (64 bit, `kv_transfer.checksum`) in the same pass
-        and the sums are appended to `notify` as little-endian u64, one a copy, in order. An empty `copies`
-        sends the notification alone.
+        With `checksum`, the source bytes of the first `num_summed` copies (None: of all) are summed (64 bit,
+        `kv_transfer.checksum`) in the same pass and the sums are appended to `notify` as little-endian u64, one a copy,
+        in order. What is not summed costs no more than without `checksum`. An empty `copies` sends the notification
+        alone.
 
-        Raises: UnknownPeerError if not connected to that life.
+        Raises: UnknownPeerError if not connected to that life; ValueError for more sums than copies.
         """
 
     def cancel(self, handle: int) -> None:

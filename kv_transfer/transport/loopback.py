@@ -27,6 +27,7 @@ from kv_transfer.transport.base import (
     UnknownPeerError,
     WriteCompleted,
     WriteFailed,
+    count_sums,
 )
 
 
@@ -60,7 +61,8 @@ class _Write:
     target: PeerId
     copies: tuple[Copy, ...]
     notify: bytes
-    sums: list[int] | None
+    sums: list[int]
+    """Of the first copies; filled in as they land."""
     num_left: int
     has_landed: bool = False
     is_reported: bool = False
@@ -240,7 +242,7 @@ class LoopbackHub:
         if self._on_landing is not None:
             self._on_landing(write.handle, write.source, write.target, copy)
         data = bytearray(source[copy.source_bytes : copy.source_bytes + copy.size_bytes])
-        if write.sums is not None:
+        if position < len(write.sums):
             write.sums[position] = checksum(data)
         if self._chance(self.faults.corrupt):
             if self._chance(0.5):
@@ -255,9 +257,7 @@ class LoopbackHub:
         if self._chance(self.faults.cut):
             self.cut(*link, reason="cut")
             self.cut(write.target, write.source, reason="cut")
-        payload = write.notify
-        if write.sums is not None:
-            payload += b"".join(value.to_bytes(8, "little") for value in write.sums)
+        payload = write.notify + b"".join(value.to_bytes(8, "little") for value in write.sums)
         self._emit(write.source, WriteCompleted(handle=write.handle))
         self._notify(write.source, write.target, payload)
 
@@ -358,7 +358,15 @@ class LoopbackTransport:
         self._connecting[peer] = None
         self._hub.connect(self.me, peer, endpoint)
 
-    def write(self, peer: PeerId, copies: Sequence[Copy], notify: bytes, *, checksum: bool = False) -> int:
+    def write(
+        self,
+        peer: PeerId,
+        copies: Sequence[Copy],
+        notify: bytes,
+        *,
+        checksum: bool = False,
+        num_summed: int | None = None,
+    ) -> int:
         """See Transport. Raises: UnknownPeerError, and ValueError for a range outside of either region."""
         reachable = self._hub.can_write(self.me, peer) if copies else self._hub.is_connected(self.me, peer)
         if not reachable:
@@ -367,7 +375,7 @@ class LoopbackTransport:
             self._check_range("source", copy, copy.source_bytes, len(self.memory))
             self._check_range("target", copy, copy.target_bytes, self._hub.region_size_bytes(peer))
         handle = self._hub.next_handle()
-        sums = [0] * len(copies) if checksum else None
+        sums = [0] * count_sums(copies, checksum=checksum, num_summed=num_summed)
         write = _Write(
             handle=handle,
             source=self.me,

@@ -35,6 +35,7 @@ from kv_transfer.transport.base import (
     TransportEvent,
     UnknownPeerError,
     WriteCompleted,
+    count_sums,
 )
 from kv_transfer.transport.nccl_library import NcclLibrary
 from kv_transfer.transport.nccl_limits import SECOND_NS, NcclLimits
@@ -89,22 +90,31 @@ class NcclTransport:
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
         self._post(functools.partial(self._node.connect, peer, endpoint))
 
-    def write(self, peer: PeerId, copies: Sequence[Copy], notify: bytes, *, checksum: bool = False) -> int:
+    def write(
+        self,
+        peer: PeerId,
+        copies: Sequence[Copy],
+        notify: bytes,
+        *,
+        checksum: bool = False,
+        num_summed: int | None = None,
+    ) -> int:
         """See Transport. Raises: UnknownPeerError; ChecksumUnavailableError; ValueError for a range outside of either
         pool or a notification of more than MAX_NOTIFY_BYTES."""
         if peer not in self._writable and (copies or peer not in self._readable):
             raise UnknownPeerError(f"not connected to {peer.name} (incarnation {peer.incarnation})")
-        if checksum and copies and self._library.host_memory is None:
+        num_sums = count_sums(copies, checksum=checksum, num_summed=num_summed)
+        if num_sums and self._library.host_memory is None:
             raise ChecksumUnavailableError("checksums: the nccl transport cannot sum a pool in a GPU's memory")
-        if len(notify) + 8 * len(copies) * checksum > MAX_NOTIFY_BYTES:
+        if len(notify) + 8 * num_sums > MAX_NOTIFY_BYTES:
             raise ValueError(f"notify: {len(notify)} bytes with checksums exceed {MAX_NOTIFY_BYTES}")
         handle = self._next_handle
         if copies:
             self._check_ranges(copies, self._writable[peer])
         if any(copy.size_bytes for copy in copies):
-            self._post(functools.partial(self._node.write, peer, handle, list(copies), notify, checksum))
+            self._post(functools.partial(self._node.write, peer, handle, list(copies), notify, num_sums))
         else:
-            sums = bytes(8 * len(copies)) if checksum else b""  # the checksum of nothing is 0
+            sums = bytes(8 * num_sums)  # the checksum of nothing is 0
             self._post(functools.partial(self._node.notify, peer, notify + sums))
             self._emit(WriteCompleted(handle=handle))
         self._next_handle += 1

@@ -51,7 +51,9 @@ from kv_transfer.transport.base import (
     UnknownPeerError,
     WriteCompleted,
     WriteFailed,
+    count_sums,
 )
+from kv_transfer.transport.doorway import Doorway
 from kv_transfer.transport.nixl_agent import LOOPBACK, check_environment, load_library
 from kv_transfer.transport.nixl_desk import (
     Arrived,
@@ -65,7 +67,7 @@ from kv_transfer.transport.nixl_desk import (
     Report,
     WriteEnded,
 )
-from kv_transfer.transport.nixl_limits import MAX_CONNECTIONS, NixlLimits
+from kv_transfer.transport.nixl_limits import MAX_CONNECTIONS, MAX_STRANGERS, NixlLimits
 from kv_transfer.transport.nixl_reader import Reader
 from kv_transfer.transport.nixl_wire import MAX_BODY_BYTES, Endpoint, Hello, encode_endpoint
 from kv_transfer.transport.nixl_writer import Writer
@@ -117,6 +119,7 @@ class NixlTransport:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=LISTEN_BACKLOG)
         self._listener.setblocking(False)
+        self._doorway = Doorway(self._listener)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
         self._epoll = select.epoll()
@@ -150,13 +153,22 @@ class NixlTransport:
         self._desks[desk] = None
         desk.start(writer.run, "kv-nixl-writer")
 
-    def write(self, peer: PeerId, copies: Sequence[Copy], notify: bytes, *, checksum: bool = False) -> int:
+    def write(
+        self,
+        peer: PeerId,
+        copies: Sequence[Copy],
+        notify: bytes,
+        *,
+        checksum: bool = False,
+        num_summed: int | None = None,
+    ) -> int:
         """See Transport. Raises: UnknownPeerError, and ValueError for a range outside of either pool or a
         notification of more than MAX_NOTIFY_BYTES."""
         desk = self._outbound.get(peer) if copies else self._outbound.get(peer) or self._inbound.get(peer)
         if desk is None:
             raise UnknownPeerError(f"not connected to {peer.name} (incarnation {peer.incarnation})")
-        if len(notify) + 8 * len(copies) * checksum > MAX_NOTIFY_BYTES:
+        num_sums = count_sums(copies, checksum=checksum, num_summed=num_summed)
+        if len(notify) + 8 * num_sums > MAX_NOTIFY_BYTES:
             raise ValueError(f"notify: {len(notify)} bytes with checksums exceed {MAX_NOTIFY_BYTES}")
         for copy in copies:
             if copy.size_bytes < 1:
@@ -165,7 +177,7 @@ class NixlTransport:
                 raise ValueError(f"copies: {copy} is outside of the source pool of {self._memory.size} bytes")
             if copy.target_bytes < 0 or copy.target_bytes + copy.size_bytes > desk.target_size_bytes:
                 raise ValueError(f"copies: {copy} is outside of the target pool of {desk.target_size_bytes} bytes")
-        job = Job(handle=self._next_handle, copies=tuple(copies), notify=notify, checksum=checksum)
+        job = Job(handle=self._next_handle, copies=tuple(copies), notify=notify, num_sums=num_sums)
         if not desk.post(job):
             raise UnknownPeerError(f"the connection to {peer.name} (incarnation {peer.incarnation}) has ended")
         self._next_handle += 1
@@ -220,6 +232,7 @@ class NixlTransport:
         self._is_closed = True
         self._epoll.unregister(self._listener.fileno())
         self._listener.close()
+        self._doorway.close()
         for _, timer in self._dials.values():
             timer.cancel()
         for desk in self._desks:
@@ -253,11 +266,7 @@ class NixlTransport:
     # ---- connecting ------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # nobody is waiting, or the one who was has left
+        while (connection := self._doorway.accept()) is not None:
             if len(self._desks) >= MAX_CONNECTIONS:
                 connection.close()
                 continue
@@ -269,6 +278,9 @@ class NixlTransport:
                 continue
             self._desks[reader.desk] = None
             reader.desk.start(reader.run, "kv-nixl-reader")
+            strangers = [desk for desk in self._desks if desk.peer is None and desk.order is Order.SERVE]
+            if len(strangers) > MAX_STRANGERS:
+                strangers[0].drop(f"{MAX_STRANGERS} others wait to be let in")
 
     def _refusal(self, hello: Hello) -> str | None:
         writer = hello.writer

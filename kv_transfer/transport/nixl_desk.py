@@ -31,12 +31,12 @@ class Order(Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """A write, or with no copies a notification alone."""
+    """A write, the first `num_sums` copies of which are summed, or with no copies a notification alone."""
 
     handle: int
     copies: Sequence[Copy]
     notify: bytes
-    checksum: bool
+    num_sums: int
     is_cancelled: bool = False
 
 

@@ -23,7 +23,7 @@ class RunningWrite:
         self._post = post
         self._timeout_s = timeout_s
         self._pieces = deque(cut(merge_copies(job.copies), MAX_TRANSFER_BYTES))
-        self._unsummed = deque(job.copies if job.checksum else ())
+        self._unsummed = deque(job.copies[: job.num_sums])
         self._sums: list[int] = []
         self._transfer: Transfer | None = None
         self._deadline_s = 0.0

@@ -40,6 +40,7 @@ from kv_transfer.transport.base import (
     UnknownPeerError,
     WriteCompleted,
     WriteFailed,
+    count_sums,
 )
 from kv_transfer.transport.peer_process import PeerProcess, PeerProcessError
 from kv_transfer.transport.shm_copier import Copier, CopyJob
@@ -118,24 +119,37 @@ class ShmTransport:
         if len(self._dials) >= MAX_DIALS:
             self._emit(ConnectFailed(peer=peer, reason=f"{MAX_DIALS} connections are being made already"))
             return
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:  # no descriptor is left
+            self._emit(ConnectFailed(peer=peer, reason=str(error)))
+            return
         thread = threading.Thread(target=self._run_dial, args=(connection, peer, endpoint), name="kv-dial", daemon=True)
         self._dials[peer] = (thread, connection)
         thread.start()
 
-    def write(self, peer: PeerId, copies: Sequence[Copy], notify: bytes, *, checksum: bool = False) -> int:
+    def write(
+        self,
+        peer: PeerId,
+        copies: Sequence[Copy],
+        notify: bytes,
+        *,
+        checksum: bool = False,
+        num_summed: int | None = None,
+    ) -> int:
         """See Transport. Raises: UnknownPeerError, and ValueError for a range outside of either pool or a
         notification of more than MAX_NOTIFY_BYTES."""
         link = self._outbound.get(peer) if copies else self._outbound.get(peer) or self._inbound.get(peer)
         if link is None:
             raise UnknownPeerError(f"not connected to {peer.name} (incarnation {peer.incarnation})")
-        if len(notify) + 8 * len(copies) * checksum > MAX_NOTIFY_BYTES:
+        num_sums = count_sums(copies, checksum=checksum, num_summed=num_summed)
+        if len(notify) + 8 * num_sums > MAX_NOTIFY_BYTES:
             raise ValueError(f"notify: {len(notify)} bytes with checksums exceed {MAX_NOTIFY_BYTES}")
         handle = self._next_handle
         self._next_handle += 1
         outgoing = Outgoing(frame=bytes([NOTIFY]) + notify, is_ready=not copies)
         if copies:
-            self._submit(handle, link, outgoing, copies, checksum)
+            self._submit(handle, link, outgoing, copies, num_sums)
         else:
             self._emit(WriteCompleted(handle=handle))
         link.queue.append(outgoing)
@@ -302,15 +316,18 @@ class ShmTransport:
 
     # ---- writing ---------------------------------------------------------------------------------------------
 
-    def _submit(self, handle: int, link: Link, outgoing: Outgoing, copies: Sequence[Copy], checksum: bool) -> None:
+    def _submit(self, handle: int, link: Link, outgoing: Outgoing, copies: Sequence[Copy], num_sums: int) -> None:
         assert link.region is not None
-        table = np.fromiter(chain.from_iterable(copies), dtype=np.int64, count=3 * len(copies)).reshape(-1, 3)
+        try:
+            table = np.fromiter(chain.from_iterable(copies), dtype=np.int64, count=3 * len(copies)).reshape(-1, 3)
+        except OverflowError as error:
+            raise ValueError("copies: an offset or a size is outside of any pool") from error
         for column, (side, limit) in enumerate((("source", self._memory.size), ("target", link.region.size_bytes))):
-            is_outside = (table[:, column] < 0) | (table[:, 2] < 0) | (table[:, column] + table[:, 2] > limit)
+            is_outside = (table[:, column] < 0) | (table[:, 2] < 0) | (table[:, column] > limit - table[:, 2])
             if is_outside.any():
                 copy = copies[int(is_outside.argmax())]
                 raise ValueError(f"copies: {copy} is outside of the {side} pool of {limit} bytes")
-        job = CopyJob(handle=handle, region=link.region, copies=table.view(np.uint64), checksum=checksum)
+        job = CopyJob(handle=handle, region=link.region, copies=table.view(np.uint64), num_sums=num_sums)
         self._posted[handle] = _Posted(link=link, outgoing=outgoing, job=job)
         link.num_jobs += 1
         self._copier.submit(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import threading
@@ -13,6 +14,8 @@ import numpy.typing as npt
 
 from kv_transfer.checksum import Memory, as_memory, fallback_checksum
 from kv_transfer.native_library import load
+
+_log = logging.getLogger(__name__)
 
 
 class Region:
@@ -33,12 +36,12 @@ class Region:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CopyJob:
-    """`copies` is [num_copies, 3]: source offset, target offset, size in bytes."""
+    """`copies` is [num_copies, 3]: source offset, target offset, size in bytes. The first `num_sums` are summed."""
 
     handle: int
     region: Region
     copies: npt.NDArray[np.uint64]
-    checksum: bool
+    num_sums: int
     is_cancelled: bool = False
     failure: str | None = None
     sums: list[int] = field(default_factory=list)
@@ -83,7 +86,11 @@ class Copier:
                 if self._is_stopping:
                     return
                 job = self._jobs.popleft()
-            self._do(job)
+            try:
+                self._do(job)
+            except Exception as error:  # noqa: BLE001 - as where memory is short; the thread must go on for other writes
+                job.failure = f"{type(error).__name__}: {error}"
+                _log.error("a write could not be copied: %s", job.failure)
             self._ended.append(job)
             os.eventfd_write(self._wake_fd, 1)
 
@@ -94,11 +101,15 @@ class Copier:
             elif job.region.memory is None:
                 job.failure = "the connection has ended"
             else:
-                job.sums = copy_ranges(job.region.memory, self._source, job.copies, checksum=job.checksum)
+                target, summed, others = job.region.memory, job.copies[: job.num_sums], job.copies[job.num_sums :]
+                job.sums = copy_ranges(target, self._source, summed, checksum=True)
+                copy_ranges(target, self._source, others, checksum=False)
 
 
 def copy_ranges(target: Memory, source: Memory, copies: npt.NDArray[np.uint64], *, checksum: bool) -> list[int]:
     """Copies ranges, natively if possible; returns one checksum a copy if asked."""
+    if not len(copies):
+        return []
     native = load()
     if native is not None:
         return native.copy(target, source, copies, checksum=checksum)

@@ -29,6 +29,7 @@ from kv_transfer.transport.base import (
     UnknownPeerError,
     WriteCompleted,
     WriteFailed,
+    count_sums,
 )
 from kv_transfer.transport.shm_pool import PoolMemory
 from kv_transfer.transport.ucx_engine import Dropped, Engine, EngineEvent, Reachable
@@ -91,13 +92,22 @@ class UcxTransport:
         self._connecting[peer] = None
         self._engine.submit(functools.partial(self._engine.dial, peer, endpoint))
 
-    def write(self, peer: PeerId, copies: Sequence[Copy], notify: bytes, *, checksum: bool = False) -> int:
+    def write(
+        self,
+        peer: PeerId,
+        copies: Sequence[Copy],
+        notify: bytes,
+        *,
+        checksum: bool = False,
+        num_summed: int | None = None,
+    ) -> int:
         """See Transport. Raises: UnknownPeerError (also where MAX_UNENDED_WRITES are reached), and ValueError for a
         range outside of either pool, too many or empty copies, or a notification of more than MAX_NOTIFY_BYTES."""
         pool_size_bytes = self._writable.get(peer)
         if pool_size_bytes is None and (copies or peer not in self._writers):
             raise UnknownPeerError(f"not connected to {peer.name} (incarnation {peer.incarnation})")
-        if len(notify) + 8 * len(copies) * checksum > MAX_NOTIFY_BYTES:
+        num_sums = count_sums(copies, checksum=checksum, num_summed=num_summed)
+        if len(notify) + 8 * num_sums > MAX_NOTIFY_BYTES:
             raise ValueError(f"notify: {len(notify)} bytes with checksums exceed {MAX_NOTIFY_BYTES}")
         if pool_size_bytes is not None:
             self._check_copies(copies, pool_size_bytes)
@@ -110,7 +120,7 @@ class UcxTransport:
         self._next_handle += 1
         self._unended[handle] = peer
         self._num_unended[peer] = num_unended + 1
-        write = PostedWrite(handle=handle, copies=tuple(copies), notify=bytes(notify), checksum=checksum)
+        write = PostedWrite(handle=handle, copies=tuple(copies), notify=bytes(notify), num_sums=num_sums)
         self._engine.submit(functools.partial(self._engine.post, peer, write))
         return handle
 

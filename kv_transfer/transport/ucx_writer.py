@@ -38,12 +38,13 @@ MAX_SUMMED_BYTES = 4 << 20
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PostedWrite:
-    """A write, or (without `copies`) a notification alone. The rest is how far it has come."""
+    """A write, the first `num_sums` copies of which are summed, or (without `copies`) a notification alone. The rest is
+    how far it has come."""
 
     handle: int
     copies: tuple[Copy, ...]
     notify: bytes
-    checksum: bool = False
+    num_sums: int = 0
     pieces: Table = field(default_factory=lambda: np.empty((0, 3), dtype=np.uint64))
     """See `cut_pieces`."""
     messages: list[tuple[int, int, int]] = field(default_factory=list)
@@ -66,7 +67,7 @@ class PostedWrite:
 
     @property
     def is_summed(self) -> bool:
-        return not self.checksum or len(self.sums) == len(self.copies)
+        return len(self.sums) == self.num_sums
 
 
 class Writer:
@@ -200,7 +201,7 @@ class Writer:
             return False
         ranges: list[tuple[int, int]] = []
         size_bytes = 0
-        for copy in write.copies[len(write.sums) :]:
+        for copy in write.copies[len(write.sums) : write.num_sums]:
             ranges.append((copy.source_bytes, copy.size_bytes))
             size_bytes += copy.size_bytes
             if size_bytes >= MAX_SUMMED_BYTES:

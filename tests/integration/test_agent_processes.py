@@ -25,18 +25,15 @@ from decode_worker.profile import PROFILE
 from engine.core.block_hash import extra_key, hash_blocks
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
-from engine.core.step import StepPlan
 from engine.model.config import model_fingerprint
-from engine.runner import Runner
 from kv_transfer.transport.shm_pool import PoolMemoryError
-from tests.support.engine_model import make_step, write_tiny_model
-from tests.support.plain_cluster import ROOT, Answer, PlainCluster, WorkerProcess, greedy
+from tests.support.engine_model import engine_alone, write_tiny_model
+from tests.support.plain_cluster import ROOT, Answer, PlainCluster, WorkerProcess, greedy, nothing_held, prompt
 
 CONTEXT = 1024
 BLOCK_SIZE = 16
 ARGUMENTS = ("--kv-blocks", "200", "--prefill-chunk-tokens", "64")
 DEADLINE_S = 60.0
-MARGIN_MS = 50
 
 
 @pytest.fixture(scope="module")
@@ -49,36 +46,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(model: Path) -> Callable[[RequestBody], list[int]]:
     return engine_alone(model)
-
-
-def engine_alone(model: Path) -> Callable[[RequestBody], list[int]]:
-    """What the engine alone draws, one sequence at a time and without chunks."""
-    runner = Runner.from_directory(model, "float32", CONTEXT // BLOCK_SIZE, BLOCK_SIZE, 1)
-    table = list(range(CONTEXT // BLOCK_SIZE))
-
-    def draw(body: RequestBody) -> list[int]:
-        output: list[int] = []
-        tokens, start = list(body.prompt_ids), 0
-        while len(output) < body.sampling.max_tokens:
-            step = make_step(
-                tokens,
-                start,
-                table,
-                sampling=body.sampling,
-                position=len(output),
-                prompt_ids=body.prompt_ids,
-                output_ids=output,
-            )
-            ((drawn,),) = runner.run(StepPlan(step_id=0, sequences=[step])).tokens
-            output.append(drawn.token_id)
-            tokens, start = [drawn.token_id], start + len(tokens)
-        return output
-
-    return draw
-
-
-def prompt(num_tokens: int, salt: int = 0) -> list[int]:
-    return [3 + (7 * index + salt) % 90 for index in range(num_tokens)]
 
 
 def run(test: Callable[[PlainCluster], Awaitable[None]], model: Path, folder: Path, **coordinator: float) -> None:
@@ -95,28 +62,6 @@ async def start(cluster: PlainCluster, *, num_prefill: int = 1, num_decode: int 
     for worker in workers:
         await worker.ready()
     return {worker.name: worker for worker in workers}
-
-
-async def nothing_held(cluster: PlainCluster) -> None:
-    """Waits until heartbeats sent from now on show that no worker holds a block, a lease or a request."""
-    began_s = time.monotonic()
-    async with make_channel(cluster.address) as channel:
-        admin = admin_pb2_grpc.AdminStub(channel)
-        while True:
-            status = await admin.GetStatus(admin_pb2.GetStatusRequest())
-            leases = await admin.GetLeases(admin_pb2.GetLeasesRequest())
-            elapsed_ms = (time.monotonic() - began_s) * 1e3
-            workers = [worker for pool in status.pools for worker in pool.workers if worker.state != "down"]
-            are_fresh = all(worker.heartbeat_age_ms < elapsed_ms - MARGIN_MS for worker in workers)
-            if workers and are_fresh and not any(num_held(worker) for worker in workers) and not leases.leases:
-                return
-            assert elapsed_ms < DEADLINE_S * 1e3, f"still held: {status} {leases}"
-            await asyncio.sleep(0.05)
-
-
-def num_held(worker: admin_pb2.WorkerStatus) -> int:
-    blocks = worker.blocks
-    return blocks.active + blocks.reserved + blocks.quarantined + worker.num_running + worker.num_waiting
 
 
 def test_disaggregated_answers_equal_those_of_the_engine_alone(

@@ -22,6 +22,7 @@ from kv_transfer.protocol.messages import (
     SourceReleased,
 )
 from kv_transfer.protocol.ranks import GangLayout
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.transport.backends import PREFERENCE, why_unavailable
 from tests.support.rank_process import Gangs, RankHandle
 
@@ -55,9 +56,15 @@ def transport(request: pytest.FixtureRequest) -> str:
 def start_gangs() -> Iterator[StartGangs]:
     running: list[Gangs] = []
 
-    def start(transport: str, degrees: tuple[int, int], *, limits: PushLimits = LIMITS, checksum: bool = True) -> Gangs:
+    def start(
+        transport: str,
+        degrees: tuple[int, int],
+        *,
+        limits: PushLimits = LIMITS,
+        checksums: Checksums = Checksums.FULL,
+    ) -> Gangs:
         sender, receiver = (GangLayout(model="m", layout=LAYOUT, num_ranks=degree) for degree in degrees)
-        gangs = Gangs(transport, sender, receiver, num_blocks=NUM_BLOCKS, limits=limits, checksum=checksum)
+        gangs = Gangs(transport, sender, receiver, num_blocks=NUM_BLOCKS, limits=limits, checksums=checksums)
         running.append(gangs)
         return gangs
 
@@ -85,6 +92,15 @@ def begin_push(gangs: Gangs, grant: Grant, sources: list[int], content: list[byt
     for block_id, block in zip(sources, content, strict=True):
         gangs.put(block_id, block)
     gangs.open(grant, len(content))
+
+
+def push_at_once(gangs: Gangs, grant: Grant, content: list[bytes]) -> None:
+    """From blocks 0, 1, ... until nobody holds anything of it."""
+    sources = list(range(len(content)))
+    begin_push(gangs, grant, sources, content)
+    gangs.give(grant.key, list(enumerate(sources)))
+    gangs.finish(grant.key, num_tokens=16 * len(content))
+    gangs.wait_until(gangs.has_ended)
 
 
 def check_received(gangs: Gangs, grant: Grant, content: list[bytes]) -> None:
@@ -119,19 +135,36 @@ def test_every_rank_gets_its_heads(start_gangs: StartGangs, transport: str, degr
 
 
 def test_without_checksums(start_gangs: StartGangs, transport: str) -> None:
-    gangs = start_gangs(transport, (1, 2), checksum=False)
+    gangs = start_gangs(transport, (1, 2), checksums=Checksums.OFF)
     content = random_blocks(6)
     grant = make_grant(gangs, 0, [1, 2, 3, 7, 6, 5])
-    begin_push(gangs, grant, list(range(6)), content)
-    gangs.give(grant.key, list(enumerate(range(6))))
-    gangs.finish(grant.key, num_tokens=90)
-    gangs.wait_until(gangs.has_ended)
+    push_at_once(gangs, grant, content)
     check_received(gangs, grant, content)
+
+
+def test_a_sample_catches_damage_to_what_is_in_it_and_to_nothing_else(start_gangs: StartGangs) -> None:
+    limits = PushLimits(max_blocks_per_write=NUM_BLOCKS)
+    gangs = start_gangs("shm", (1, 2), limits=limits, checksums=Checksums.SAMPLED)
+    content = random_blocks(NUM_BLOCKS)
+    # Lease 5 has blocks 0, 5, 21 and 23 summed, lease 6 blocks 0, 3, 19 and 23, lease 7 blocks 0, 13 and 23.
+    for lease_id, victim, is_caught in ((5, 5, True), (6, 5, False), (7, 13, True)):
+        grant = make_grant(gangs, lease_id - 1, list(range(NUM_BLOCKS)))
+        gangs.receivers[1].call("damage", victim)
+        push_at_once(gangs, grant, content)
+        assert isinstance(gangs.heard_at_receiver[-1], PushArrived)
+        for rank_number, rank in enumerate(gangs.receivers):
+            found = [rank.call("get", block_id) for block_id in range(NUM_BLOCKS)]
+            wrong = [index for index, whole in enumerate(content) if found[index] != gangs.expected(rank_number, whole)]
+            assert wrong == ([] if is_caught or rank_number == 0 else [victim])
 
 
 def half_pushed(start_gangs: StartGangs, transport: str, degrees: tuple[int, int], ttl_s: float) -> tuple[Gangs, Grant]:
     """A push of which every rank has been given one half, and has begun to write it."""
     gangs = start_gangs(transport, degrees, limits=SHORT_LIMITS)
+    # So that the short lease has not to last while connections are made.
+    push_at_once(gangs, make_grant(gangs, 1, [0]), random_blocks(1))
+    gangs.heard_at_receiver.clear()
+    gangs.heard_at_sender.clear()
     content = random_blocks(NUM_BLOCKS)
     grant = make_grant(gangs, 0, list(range(NUM_BLOCKS)), ttl_s)
     begin_push(gangs, grant, list(range(NUM_BLOCKS)), content)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -60,6 +61,7 @@ from cluster.wire.codec import decode_command, decode_to_front, encode_body, enc
 from cluster.wire.stream_outbox import StreamOutbox
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
+from tests.support.cli_scripted import baton
 
 TIMEOUT_S = 10.0
 BLOCKS = 100
@@ -159,10 +161,12 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(config: ClusterConfig | None = None, epoch: int = 7) -> AsyncIterator[Running]:
+async def running(
+    config: ClusterConfig | None = None, epoch: int = 7, journal_dir: Path | None = None
+) -> AsyncIterator[Running]:
     stop = asyncio.Event()
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    settings = CoordinatorSettings(config=config or make_config(), epoch=epoch)
+    settings = CoordinatorSettings(config=config or make_config(), epoch=epoch, journal_dir=journal_dir)
     task = asyncio.create_task(run_coordinator(settings, address.set_result, stop))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         async with asyncio.timeout(TIMEOUT_S), make_channel(await address) as channel:
@@ -172,9 +176,11 @@ async def running(config: ClusterConfig | None = None, epoch: int = 7) -> AsyncI
             await task
 
 
-def run(scenario: Callable[[Running], Awaitable[None]], config: ClusterConfig | None = None) -> None:
+def run(
+    scenario: Callable[[Running], Awaitable[None]], config: ClusterConfig | None = None, journal_dir: Path | None = None
+) -> None:
     async def main() -> None:
-        async with running(config) as coordinator:
+        async with running(config, journal_dir=journal_dir) as coordinator:
             await scenario(coordinator)
 
     asyncio.run(main())
@@ -205,7 +211,7 @@ async def granted(decode: Peer, reserve: Command) -> ReserveGranted:
     return grant
 
 
-def test_a_request_takes_its_way_and_its_body_goes_with_the_orders() -> None:
+def test_a_request_takes_its_way_and_its_body_goes_with_the_orders(tmp_path: Path) -> None:
     async def scenario(coordinator: Running) -> None:
         front, prefill, decode = await joined(coordinator)
         await front.say(*submit())
@@ -230,7 +236,16 @@ def test_a_request_takes_its_way_and_its_body_goes_with_the_orders() -> None:
         assert status.cluster == "test" and status.model == "tiny" and status.epoch == 7 and status.num_fronts == 1
         assert not (await coordinator.admin.GetLeases(admin_pb2.GetLeasesRequest())).leases
 
-    run(scenario)
+    run(scenario, journal_dir=tmp_path)
+    said = baton("replay", str(tmp_path), "--request", "r", home=tmp_path)
+    assert said.exit_code == 0, said.stderr
+    story = [line.split(" ms  ", 1)[1].strip() for line in said.stdout.splitlines()]
+    assert story[0] == "<- f#1: Submit num_prompt_tokens=40 max_tokens=8"
+    assert story[1].startswith("reserving, attempt 1, on p-0#1 and d-0#1, ")
+    assert story[-2:] == ["-> its prompt is dropped", "it has ended and is forgotten"]
+    kinds = ["-> d-0#1: Reserve ", "<- d-0#1: ReserveGranted ", "-> p-0#1: Prefill ", "<- d-0#1: Finished "]
+    places = [next(i for i, line in enumerate(story) if line.startswith(kind)) for kind in kinds]
+    assert places == sorted(places)
 
 
 def test_status_shows_the_workers() -> None:

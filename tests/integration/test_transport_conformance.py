@@ -198,6 +198,19 @@ def test_sums_are_appended_one_a_copy(pair: tuple[Life, Life]) -> None:
     assert target.read(3 * BLOCK_BYTES, 1001) == source[9:1010]
 
 
+def test_only_so_many_copies_are_summed_as_are_asked_for(pair: tuple[Life, Life]) -> None:
+    writer, target = pair
+    copies = [Copy(block * BLOCK_BYTES, (3 - block) * BLOCK_BYTES, BLOCK_BYTES) for block in range(3)]
+    source = content(1)
+    for num_summed in range(4):
+        writer.call("write", target.me, copies, b"sums", checksum=True, num_summed=num_summed)
+        sums = [checksum(source[copy.source_bytes :][:BLOCK_BYTES]) for copy in copies[:num_summed]]
+        expected = b"sums" + b"".join(value.to_bytes(8, "little") for value in sums)
+        assert target.wait_for(Notified) == Notified(peer=PREFILL, payload=expected)
+        for copy in copies:
+            assert target.read(copy.target_bytes, BLOCK_BYTES) == source[copy.source_bytes :][:BLOCK_BYTES]
+
+
 def test_a_notification_may_come_alone_and_be_answered(pair: tuple[Life, Life]) -> None:
     writer, target = pair
     handle = writer.call("write", target.me, [], b"", checksum=True)

@@ -1,4 +1,5 @@
-"""A whole answer with each transport that a cluster file may ask for: pushed over it, and named everywhere."""
+"""A whole answer with each transport that a cluster file may ask for, pushed over it and named everywhere, and with
+each kind of checksums."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ from tests.support.engine_model import write_tiny_model
 from tests.support.plain_cluster import PlainCluster, greedy
 
 DEADLINE_S = 60.0
+CHECKSUMS = ("sampled", "full", "off")
 
 
-@pytest.mark.parametrize("transport", PREFERENCE)
-def test_answers_are_pushed_over_the_transport_asked_for(transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("transport", "checksums"), list(zip(PREFERENCE, CHECKSUMS, strict=True)))
+def test_answers_are_pushed_over_the_transport_asked_for(transport: str, checksums: str, tmp_path: Path) -> None:
     reason = why_unavailable(transport)
     if reason is not None:
         pytest.skip(reason)
@@ -29,9 +31,10 @@ def test_answers_are_pushed_over_the_transport_asked_for(transport: str, tmp_pat
         async with PlainCluster(tmp_path / "model", tmp_path) as cluster:
             # Decode takes whatever there is (not ucx beside nixl): the one that writes has but one to offer.
             taken = "ucx" if transport == "ucx" else "auto"
-            await (await cluster.start_worker(Role.DECODE, "d0", "--kv-blocks", "40", "--transport", taken)).ready()
+            options = ["--kv-blocks", "40", "--checksums", checksums, "--transport"]
+            await (await cluster.start_worker(Role.DECODE, "d0", *options, taken)).ready()
             alone = await cluster.answer("alone", body)
-            prefill = await cluster.start_worker(Role.PREFILL, "p0", "--kv-blocks", "40", "--transport", transport)
+            prefill = await cluster.start_worker(Role.PREFILL, "p0", *options, transport)
             await prefill.ready()
             answer = await cluster.answer("pushed", body)
             assert (alone.outcome, answer.outcome) == (Outcome.LENGTH, Outcome.LENGTH), answer.reason

@@ -25,6 +25,7 @@ from kv_transfer.protocol.messages import (
     VerifyBlocks,
 )
 from kv_transfer.protocol.receiver import PushReceiver
+from kv_transfer.protocol.sampling import Checksums
 
 KEY = PushKey("r", 1)
 SENDER, RECEIVER = PeerId("p", 1), PeerId("d", 1)
@@ -52,6 +53,7 @@ def pushes(draw: st.DrawFn) -> list[PushChunk]:
             blocks=blocks,
             first_layer=layers.start,
             num_layers=len(layers),
+            summed=tuple(range(len(blocks))),
             checksums=(9,) * len(blocks),
         )
         for number, (blocks, layers) in enumerate(draw(st.permutations(pieces)))
@@ -74,7 +76,7 @@ class Link:
     """Brings messages to a receiver and plays its owner and its sender."""
 
     def __init__(self, chunks: list[PushChunk]) -> None:
-        self.receiver = PushReceiver(PushLimits(), checksum=True, num_layers=NUM_LAYERS)
+        self.receiver = PushReceiver(PushLimits(), Checksums.FULL, num_layers=NUM_LAYERS)
         self.chunks = chunks
         self.damaged: set[int] = set()
         self.has_arrived = self.has_failed = False

@@ -41,6 +41,7 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.plan import Copy, plan_block_copies
 from kv_transfer.protocol.receiver import PushReceiver
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.protocol.sender import PushSender
 from kv_transfer.transport.base import (
     Connected,
@@ -135,7 +136,7 @@ class Prefill:
         self.pool = bytearray(NUM_BLOCKS * BLOCK_SIZE_BYTES)
         self.free = list(range(NUM_BLOCKS))
         self.transport = LoopbackTransport(world.hub, me, memoryview(self.pool))
-        self.machine = PushSender(LIMITS, checksum=True, block_size_bytes=BLOCK_SIZE_BYTES, num_layers=NUM_LAYERS)
+        self.machine = PushSender(LIMITS, Checksums.FULL, block_size_bytes=BLOCK_SIZE_BYTES, num_layers=NUM_LAYERS)
         self.sources: dict[PushKey, Source] = {}
         self.writes: dict[int, int] = {}
         self.handles: dict[int, int] = {}
@@ -274,7 +275,7 @@ class Decode:
         self.free = list(range(NUM_BLOCKS))
         self.quarantined: dict[int, PushKey] = {}
         self.transport = LoopbackTransport(world.hub, me, memoryview(self.pool))
-        self.machine = PushReceiver(LIMITS, checksum=True, num_layers=NUM_LAYERS)
+        self.machine = PushReceiver(LIMITS, Checksums.FULL, num_layers=NUM_LAYERS)
 
     def reserve(self, key: PushKey, sender: PeerId) -> None:
         rng = self.world.rng

@@ -59,9 +59,7 @@ class Rig:
 
     def write(self, source: int = 0, target: int = 5) -> int:
         size = self.sender_memory.block_size_bytes
-        return self.sender.write(
-            RECEIVER, [Copy(source * size, target * size, size)], make_chunk(target), checksum=True
-        )
+        return self.sender.write(RECEIVER, [Copy(source * size, target * size, size)], make_chunk(target))
 
     @property
     def has_landed(self) -> bool:
@@ -77,6 +75,7 @@ def make_chunk(target: int) -> PushChunk:
         blocks=(BlockGrant(0, target, 1),),
         first_layer=0,
         num_layers=1,
+        summed=(0,),
     )
 
 

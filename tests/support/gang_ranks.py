@@ -23,6 +23,7 @@ from kv_transfer.protocol.messages import (
     WriteBlocks,
 )
 from kv_transfer.protocol.ranks import bad_blocks, rank_of, rank_peer
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.transport.base import (
     Connected,
     ConnectFailed,
@@ -104,7 +105,7 @@ class Member:
 class SendingMember(Member):
     def __init__(self, gang: Gang, number: int) -> None:
         super().__init__(gang, number)
-        self.machine = GangSender(LIMITS, True, number, num_layers=self.world.layout.num_layers)
+        self.machine = GangSender(LIMITS, Checksums.FULL, number, num_layers=self.world.layout.num_layers)
         self.writes: dict[int, int] = {}
         self.handles: dict[int, int] = {}
 
@@ -170,7 +171,7 @@ class SendingMember(Member):
 class ReceivingMember(Member):
     def __init__(self, gang: Gang, number: int) -> None:
         super().__init__(gang, number)
-        self.machine = GangReceiver(LIMITS, True, num_layers=self.world.layout.num_layers)
+        self.machine = GangReceiver(LIMITS, Checksums.FULL, num_layers=self.world.layout.num_layers)
 
     def handle(self, event: TransportEvent) -> None:
         now_ns, machine = self.world.now_ns, self.machine

@@ -54,9 +54,9 @@ class Life:
     def connect(self, other: Life) -> None:
         self.node.connect(other.me, other.endpoint(), self._world.now_ns)
 
-    def write(self, peer: PeerId, copies: list[Copy], notify: bytes, checksum: bool = False) -> int:
+    def write(self, peer: PeerId, copies: list[Copy], notify: bytes, num_sums: int = 0) -> int:
         self._handles += 1
-        self.node.write(peer, self._handles, copies, notify, checksum, self._world.now_ns)
+        self.node.write(peer, self._handles, copies, notify, num_sums, self._world.now_ns)
         return self._handles
 
     def notify(self, peer: PeerId, payload: bytes) -> None:

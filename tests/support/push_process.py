@@ -24,6 +24,7 @@ from kv_transfer.checksum import Memory, as_memory, checksums
 from kv_transfer.protocol.layout import KVLayout, LayerGroup
 from kv_transfer.protocol.limits import MILLISECOND_NS, PushLimits
 from kv_transfer.protocol.messages import Grant, PeerId, PushKey
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.transport import shm_copier
 from kv_transfer.transport.backends import open_backend
 from kv_transfer.transport.base import Copy, Transport
@@ -106,8 +107,16 @@ class _WatchedTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def write(self, peer: PeerId, copies: Sequence[Copy], notify: bytes, *, checksum: bool = False) -> int:
-        handle = self._transport.write(peer, copies, notify, checksum=checksum)
+    def write(
+        self,
+        peer: PeerId,
+        copies: Sequence[Copy],
+        notify: bytes,
+        *,
+        checksum: bool = False,
+        num_summed: int | None = None,
+    ) -> int:
+        handle = self._transport.write(peer, copies, notify, checksum=checksum, num_summed=num_summed)
         if copies:
             self._on_write(peer)
         return handle
@@ -141,7 +150,7 @@ class _Child:
             self._memory,
             LAYOUT,
             limits=LIMITS,
-            has_checksums=True,
+            checksums=Checksums.FULL,
             on_arrived=self._on_arrived,
             on_failed=lambda key, reason: pipe.send(FailedHere(key, reason)),
         )

@@ -45,6 +45,7 @@ from kv_transfer.protocol.messages import (
     Grant,
     PeerId,
     PushArrived,
+    PushChunk,
     PushEffect,
     PushFailed,
     PushKey,
@@ -53,7 +54,9 @@ from kv_transfer.protocol.messages import (
     VerifyBlocks,
     WriteBlocks,
 )
+from kv_transfer.protocol.plan import summed_first
 from kv_transfer.protocol.ranks import GangLayout, Rank, bad_blocks, pair_gangs, rank_of, rank_peer
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.transport.backends import open_backend
 from kv_transfer.transport.base import (
     Connected,
@@ -83,7 +86,7 @@ class RankConfig:
     receiver: GangLayout
     num_blocks: int
     limits: PushLimits
-    checksum: bool
+    checksums: Checksums
 
 
 # ---- in the rank's process ---------------------------------------------------------------------------------------
@@ -98,6 +101,7 @@ class RankProcess:
         self.endpoints: dict[PeerId, bytes] = {}
         self.handles: dict[int, int] = {}
         self.writes: dict[int, int] = {}
+        self.damaged: int | None = None
         own = config.sender if config.is_sender else config.receiver
         self.block_size = own.rank_layout().block_size_bytes
         pool = create_pool(config.num_blocks * self.block_size)
@@ -106,9 +110,9 @@ class RankProcess:
         num_layers = own.layout.num_layers
         self.machine: GangSender | GangReceiver
         if config.is_sender:
-            self.machine = GangSender(config.limits, config.checksum, self.number, num_layers=num_layers)
+            self.machine = GangSender(config.limits, config.checksums, self.number, num_layers=num_layers)
         else:
-            self.machine = GangReceiver(config.limits, config.checksum, num_layers=num_layers)
+            self.machine = GangReceiver(config.limits, config.checksums, num_layers=num_layers)
 
     def run(self) -> None:
         self.pipe.send(self.transport.endpoint())
@@ -149,6 +153,10 @@ class RankProcess:
     def do_get(self, block_id: int) -> bytes:
         return self.memory[block_id * self.block_size : (block_id + 1) * self.block_size].tobytes()
 
+    def do_damage(self, block_id: int) -> None:
+        """From now on a byte of that block is wrong whenever it has been written the first time in a push."""
+        self.damaged = block_id
+
     def do_count(self) -> tuple[int, int]:
         """Open pushes and leases."""
         self.machine.check_invariants()
@@ -161,7 +169,10 @@ class RankProcess:
         elif isinstance(event, PeerGone):
             self.perform(machine.on_peer_gone(now_ns, event.peer, event.reason))
         elif isinstance(event, Notified):
-            self.perform(machine.on_message(now_ns, event.peer, decode(event.payload)))
+            message = decode(event.payload)
+            if isinstance(message, PushChunk) and message.round == 0:
+                self.damage(message)
+            self.perform(machine.on_message(now_ns, event.peer, message))
         elif isinstance(event, Fenced):
             assert isinstance(machine, GangReceiver)
             self.perform(machine.on_fenced(now_ns, event.peer))
@@ -176,6 +187,10 @@ class RankProcess:
                 self.perform(machine.on_write_completed(now_ns, write_id))
             else:
                 self.perform(machine.on_write_failed(now_ns, write_id, event.quiesced, event.reason))
+
+    def damage(self, chunk: PushChunk) -> None:
+        if self.damaged in [block.block_id for block in chunk.blocks]:
+            self.memory[self.damaged * self.block_size] ^= 1
 
     def perform(self, effects: Sequence[PushEffect]) -> None:
         for effect in effects:
@@ -204,11 +219,11 @@ class RankProcess:
 
     def write(self, effect: WriteBlocks) -> None:
         pair = self.pairs.pair(self.number, rank_of(effect.peer))
-        layers, targets = effect.message.layers, [block.block_id for block in effect.message.blocks]
-        copies = pair.copies(zip(effect.source_blocks, targets, strict=True), layers)
-        payload = encode(replace(effect.message, num_pieces=pair.num_pieces(layers)))
+        message = replace(effect.message, num_pieces=pair.num_pieces(effect.message.layers))
+        pairs = list(zip(effect.source_blocks, (block.block_id for block in message.blocks), strict=True))
+        copies, num_sums = pair.copies(summed_first(pairs, message.summed), message.layers), message.num_checksums
         try:
-            handle = self.transport.write(effect.peer, copies, payload, checksum=self.config.checksum)
+            handle = self.transport.write(effect.peer, copies, encode(message), checksum=True, num_summed=num_sums)
         except UnknownPeerError as error:
             assert isinstance(self.machine, GangSender)
             now_ns = time.monotonic_ns()
@@ -272,7 +287,7 @@ class Gangs:
         *,
         num_blocks: int,
         limits: PushLimits,
-        checksum: bool,
+        checksums: Checksums,
     ) -> None:
         self.sender, self.receiver = PeerId("prefill-0", 3), PeerId("decode-0", 5)
         self.layout = sender.layout
@@ -290,7 +305,7 @@ class Gangs:
             receiver=receiver,
             num_blocks=num_blocks,
             limits=limits,
-            checksum=checksum,
+            checksums=checksums,
         )
         sender_peers = [rank_peer(self.sender, rank) for rank in range(sender.num_ranks)]
         receiver_peers = [rank_peer(self.receiver, rank) for rank in range(receiver.num_ranks)]

@@ -19,7 +19,7 @@ def test_the_answer_goes_to_stdout_and_the_summary_to_stderr(tmp_path: Path) -> 
     assert (said.exit_code, said.stdout) == (0, "Hello world\n")
     assert said.stderr == (
         "stop; 20 prompt tokens (16 cached), 3 written; prefill-0 -> decode-0; 3.0 MiB of KV over shm; "
-        "first token after 40 ms; 20.0 tokens/s\n"
+        "first token after 40 ms; 20.0 tokens/s; request r1\n"
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from cluster.agent.limits import AgentLimits
 from cluster.core.config import (
+    CHECKSUMS,
     CHUNK_TOKENS,
     DEFAULT_KV_BYTES,
     LOCAL_CHUNK_TOKENS,
@@ -20,6 +21,7 @@ from cluster.core.config_reader import KeyPath
 from cluster.core.errors import ConfigError
 from cluster.core.ids import Role
 from kv_transfer.protocol.limits import PushLimits
+from kv_transfer.protocol.sampling import Checksums
 
 MINIMAL: dict[str, Any] = {
     "version": 1,
@@ -124,6 +126,13 @@ def test_decode_reads_prompts_in_small_chunks_where_it_is_not_its_work() -> None
     assert _parse({**MINIMAL, "pools": _pools(prefill_chunk_tokens=96)}).pools[1].prefill_chunk_tokens == 96
 
 
+def test_the_file_may_ask_for_every_kind_of_checksums_that_workers_know() -> None:
+    assert sorted(CHECKSUMS) == sorted(checksums.value for checksums in Checksums)
+    for checksum in CHECKSUMS:
+        assert _parse({**MINIMAL, "transport": {"checksum": checksum}}).transport.checksum == checksum
+    assert _parse(MINIMAL).transport.checksum == "full"
+
+
 def test_a_worker_takes_as_many_requests_as_the_file_may_say() -> None:
     assert min(AgentLimits().max_legs, PushLimits().max_pushes) >= MAX_RUNNING
 
@@ -187,6 +196,8 @@ def test_unknown_key_of_another_type() -> None:
         ({"model": {"path": "a", "dtype": "int8"}}, "model.dtype", "'int8'", "float32, bfloat16"),
         ({"model": "a"}, "model", "'a'", "a mapping"),
         ({"transport": {"kind": "pigeon"}}, "transport.kind", "'pigeon'", "auto"),
+        ({"transport": {"checksum": "some"}}, "transport.checksum", "'some'", "full, sampled, off"),
+        ({"transport": {"checksum": False}}, "transport.checksum", "true/false", "full, sampled, off"),
         ({"front": {"port": 70000}}, "front.port", "70000", "to 65535"),
         ({"metrics": {"port": 65535}}, "metrics.port", "65535", "at most 65534, to leave a port for each of 2 workers"),
         ({"coordinator": {"queue_timeout_s": "soon"}}, "coordinator.queue_timeout_s", "'soon'", "number from"),

@@ -24,6 +24,7 @@ from cluster.core.messages import (
     Placed,
     PrefillDone,
     Reserve,
+    ReserveRefused,
     Resubmit,
     RunLocal,
     SendBlockSnapshot,
@@ -412,6 +413,19 @@ def test_a_fence_gives_the_peer_up_everywhere() -> None:
     assert isinstance(failed, AttemptFailed) and failed.attempt == AttemptId("s", 1)
     assert [view.holder for view in bench.state.leases(bench.now_ns)] == [D1]
     assert bench.worker_says(D0, PeerFenced(peer=P0)) == []
+
+
+def test_a_fence_that_is_told_of_at_the_next_reservation_leads_to_another_placement() -> None:
+    """So a worker answers a coordinator that has not heard of the fence; its refusal comes behind it."""
+    bench = _bench()
+    bench.submit("r")
+    assert any(isinstance(command, Reserve) for command in bench.commands(D0))
+    bench.worker_says(D0, PeerFenced(peer=P0))
+    assert bench.given_up() == [P0]
+    assert RunLocal(attempt=AttemptId("r", 2)) in bench.commands(D0)
+    bench.worker_says(D0, ReserveRefused(attempt=R1, reason="that life of p0 is fenced"))
+    assert bench.phase() == "local"
+    assert [view.holder for view in bench.state.leases(bench.now_ns)] == []
 
 
 # ---- heartbeats, leases and status ----------------------------------------------------------------------------

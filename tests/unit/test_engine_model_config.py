@@ -69,6 +69,7 @@ def test_generation_config_decides_the_eos_ids() -> None:
         ({"hidden_act": 3}, "hidden_act"),
         ({"rope_scaling": {"rope_type": ["linear"]}}, r"rope_type in config\.json must be a name, got \['linear'\]"),
         ({"text_config": 3}, "text_config"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 3}, "use_sliding_window"),
         (
@@ -190,10 +191,25 @@ def test_both_names_of_the_number_of_experts() -> None:
     assert [layer.is_routed for layer in sparse.layers] == [False, True, False, False, False, True]
 
 
+def test_mixtral_scales_the_weights_of_a_tokens_experts_whatever_the_field_of_qwen_says() -> None:
+    """transformers' code for Mixtral does not know the field."""
+    raw = {**TINY_CONFIG, "norm_topk_prob": False, "num_local_experts": 4, "moe_intermediate_size": 8}
+    raw["num_experts_per_tok"] = 2
+    normalises = {}
+    for architecture in ("MixtralForCausalLM", "Qwen3MoeForCausalLM"):
+        experts = ModelConfig.from_dict({**raw, "architectures": [architecture]}).experts
+        assert experts is not None
+        normalises[architecture] = experts.normalises
+    assert normalises == {"MixtralForCausalLM": True, "Qwen3MoeForCausalLM": False}
+
+
 def test_from_directory_errors(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="not a Hugging Face model directory"):
         ModelConfig.from_directory(tmp_path)
     (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
     with pytest.raises(ValueError, match="not valid JSON"):
         ModelConfig.from_directory(tmp_path)
     (tmp_path / "config.json").write_text("[]")

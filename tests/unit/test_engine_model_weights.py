@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model.config import ModelConfig
+from engine.model.config import DtypeName, ModelConfig
 from engine.model.safetensors_file import Checkpoint, ModelWeightsError, check_files
 from engine.model.weights import MlpWeights, check_weights, load_weights
 from tests.support.engine_model import TINY_CONFIG, random_tensors, write_safetensors, write_tiny_model
@@ -164,6 +164,21 @@ def test_names_the_misshapen_tensor(tmp_path: Path) -> None:
         check_weights(tmp_path, CONFIG)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
+)
+def test_names_the_tensor_that_is_not_finite(tmp_path: Path, name: str, dtype: DtypeName, value: float) -> None:
+    """Also where few tokens meet it: the embedding of one token."""
+    write_tiny_model(tmp_path)
+    tensors = random_tensors(CONFIG)
+    tensors[name].view(-1)[-1] = value
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(ModelWeightsError, match=f"{name} .* holds NaN or infinity"):
+        load_weights(tmp_path, CONFIG, dtype)
+
+
 def test_no_weights_at_all(tmp_path: Path) -> None:
     with pytest.raises(ModelWeightsError, match="holds neither"):
         load_weights(tmp_path, CONFIG, "float32")
@@ -184,12 +199,34 @@ def raw_file(path: Path, header: object, data: bytes = b"") -> None:
         ({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}}, "x .* does not fit"),
         ({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, "x .* truncated"),
         ({"x": {"dtype": "I4", "shape": [2], "data_offsets": [0, 1]}}, "x .* dtype I4"),
+        ({"x": {"dtype": "F16", "shape": [2], "data_offsets": [0.0, 4.0]}}, "entry of x .* malformed"),
+        ({"x": {"dtype": "F16", "shape": [2.0], "data_offsets": [0, 4]}}, "entry of x .* malformed"),
     ],
 )
 def test_damaged_headers(tmp_path: Path, header: object, message: str) -> None:
     raw_file(tmp_path / "model.safetensors", header, b"\0" * 7)
     with pytest.raises(ModelWeightsError, match=message):
         Checkpoint(tmp_path)
+
+
+def test_a_header_too_deep_to_read(tmp_path: Path) -> None:
+    depth = 100_000
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", depth) + b"[" * depth)
+    with pytest.raises(ModelWeightsError, match="not a readable safetensors file"):
+        Checkpoint(tmp_path)
+
+
+def test_of_a_tensor_in_two_shards_the_index_says_which_counts(tmp_path: Path) -> None:
+    one, two = {"x": torch.ones(2)}, {"x": torch.full((2,), 2.0), "y": torch.zeros(2)}
+    write_safetensors(tmp_path / "a.safetensors", one)
+    write_safetensors(tmp_path / "b.safetensors", two)
+    for shard, expected in (("a", 1.0), ("b", 2.0)):
+        weight_map = {"x": f"{shard}.safetensors", "y": "b.safetensors", "z": "a.safetensors"}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        target = torch.empty(2)
+        with Checkpoint(tmp_path) as checkpoint:
+            checkpoint.read_into("x", target)
+        assert target.tolist() == [expected] * 2
 
 
 def test_truncated_file(tmp_path: Path) -> None:
@@ -209,6 +246,8 @@ def test_truncated_file(tmp_path: Path) -> None:
         ('{"weight_map": 3}', "not a safetensors index"),
         ('{"weight_map": {"a": "model-9.safetensors"}}', "model-9.safetensors"),
         ('{"weight_map": {"a": "../model.safetensors"}}', "not in"),
+        ('{"weight_map": {"a": 5}}', "5"),
+        ("[" * 100_000, "not a safetensors index"),
     ],
 )
 def test_damaged_index(tmp_path: Path, index: str, message: str) -> None:

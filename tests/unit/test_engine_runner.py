@@ -215,12 +215,12 @@ def test_warm_up_touches_block_0_only(runner: Runner) -> None:
     assert runner.cache.pool_BLKCSD[1:].abs().sum() == 0
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_whose_output_is_not_finite_is_said_to_be_so(tmp_path: Path, value: float, dtype: str) -> None:
+def test_a_model_whose_output_is_not_finite_is_said_to_be_so(tmp_path: Path, dtype: str) -> None:
+    """Its weights are, but not what it computes with them."""
     config = write_tiny_model(tmp_path)
     tensors = random_tensors(config)
-    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = value
+    tensors["model.layers.0.mlp.down_proj.weight"].fill_(3e38)
     write_safetensors(tmp_path / "model.safetensors", tensors)
     runner = Runner.from_directory(tmp_path, dtype, 4, BLOCK_SIZE, 1)
     with pytest.raises(ModelWeightsError, match=rf"output is not finite: .*in its weights.*range of {dtype}$"):

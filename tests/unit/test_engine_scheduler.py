@@ -499,6 +499,28 @@ def test_reservations_leave_running_sequences_room_to_grow() -> None:
     assert bench.pool.num_reservable == 8
 
 
+def test_reservations_leave_room_for_the_next_to_be_admitted() -> None:
+    """Else what was preempted would wait for as long as short requests come: each takes what another gave back."""
+    bench = Bench(num_blocks=8, prefill_chunk_tokens=8, max_running=4)
+    bench.add("first", 6, max_tokens=11)
+    long = bench.add("long", 10, max_tokens=20)
+    while bench.scheduler.num_running < 2:
+        bench.step()
+    while not bench.scheduler.num_waiting:
+        bench.step()
+    num_taken = 0
+    for number in range(40):
+        while bench.pool.num_reservable >= 2:
+            num_taken += 1
+            bench.receive(bench.spec(f"short {number} {num_taken}", 5, max_tokens=3, mode=SequenceMode.DECODE))
+        if not bench.scheduler.has(long.key):
+            break
+        bench.step()
+    bench.check_answer(long)
+    assert num_taken > 0
+    bench.finish()
+
+
 def test_a_prompt_is_admitted_only_beside_what_prefills_under_way_still_need() -> None:
     bench = Bench(num_blocks=5, prefill_chunk_tokens=11)
     long = bench.add("long", 17, mode=SequenceMode.PREFILL_ONLY)

@@ -28,7 +28,7 @@ from engine.core.step import StepPlan
 from engine.model.config_fields import UnsupportedModelError
 from engine.model.safetensors_file import ModelWeightsError
 from engine.model.select import read_model
-from engine.model.transformers_attention import _check_mask
+from engine.model.transformers_attention import _mask_fault
 from engine.model.transformers_config import TransformersConfig
 from engine.runner import Runner
 from tests.support.engine_model import GreedyLoop, make_step
@@ -59,6 +59,13 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "Cohere2ForCausalLM": ("Cohere2Config", {**GROUPED, "sliding_window": 9, "sliding_window_pattern": 2}, 2),
     "GraniteForCausalLM": ("GraniteConfig", {**GROUPED, "attention_multiplier": 0.3, "logits_scaling": 3.0}, 2),
     "OlmoeForCausalLM": ("OlmoeConfig", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}, 2),
+    # It makes a mask for sliding layers too, of which it has none: one with a window of 0.
+    "Qwen2MoeForCausalLM": (
+        "Qwen2MoeConfig",
+        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"shared_expert_intermediate_size": 24},
+        2,
+    ),
     # A family of Baton's own, but an activation that it does not have.
     "LlamaForCausalLM": ("LlamaConfig", {**GROUPED, "hidden_act": "gelu"}, 2),
 }
@@ -208,6 +215,17 @@ def test_refuses_by_name_what_paged_attention_does_not_compute(config_name: str,
         load(tmp_path)
 
 
+def test_refuses_queries_that_are_scaled_by_a_position_the_code_makes_up(tmp_path: Path) -> None:
+    """The scale is 1 up to position 8191, so that a trial would not show it."""
+    arguments = {**GROUPED, "head_dim": 8, "num_local_experts": 2, "layer_types": ["full_attention"] * 3}
+    model = make_model("Llama4TextConfig", {**arguments, "no_rope_layers": [1, 1, 0]}, seed=0)
+    save_model(model, tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"Llama4.* scales queries .*attn_temperature_tuning"):
+        load(tmp_path)
+    change_config(tmp_path, attn_temperature_tuning=False)
+    load(tmp_path)
+
+
 def test_refuses_a_model_whose_tokens_meet_outside_attention(gpt_neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the model's description says so; the trial shows it."""
     forward = modeling_gpt_neox.GPTNeoXMLP.forward
@@ -282,6 +300,11 @@ def test_broken_weights_are_refused(gpt_neox: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(ModelWeightsError, match=r"missing tensors .*layers\.1\.mlp\.dense_4h_to_h\.weight"):
         load(gpt_neox)
+    damaged = removed.clone()
+    damaged[-1, -1] = float("nan")
+    save_file({**tensors, "gpt_neox.layers.1.mlp.dense_4h_to_h.weight": damaged}, path, {"format": "pt"})
+    with pytest.raises(ModelWeightsError, match=r"layers\.1\.mlp\.dense_4h_to_h\.weight .* NaN or infinity"):
+        load(gpt_neox)
     save_file({**tensors, "gpt_neox.layers.1.mlp.dense_4h_to_h.weight": removed[:-1]}, path, {"format": "pt"})
     with pytest.raises((ModelWeightsError, UnsupportedModelError), match=r"GPTNeoXForCausalLM.*size"):
         load(gpt_neox)
@@ -296,8 +319,8 @@ def test_a_pool_too_small_for_the_trial_is_refused(gpt_neox: Path) -> None:
 
 
 def test_masks_are_examined() -> None:
-    _check_mask(causal_mask_function, 0)
-    _check_mask(sliding_window_causal_mask_function(8), 8)
+    assert not _mask_fault(causal_mask_function, 0)
+    assert not _mask_fault(sliding_window_causal_mask_function(8), 8)
     for mask_function, window in (
         (bidirectional_mask_function, 0),
         (causal_mask_function, 8),
@@ -306,5 +329,4 @@ def test_masks_are_examined() -> None:
         (sliding_window_causal_mask_function(7), 8),
         (chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64)), 8),
     ):
-        with pytest.raises(UnsupportedModelError, match="its mask is not causal"):
-            _check_mask(mask_function, window)
+        assert _mask_fault(mask_function, window).startswith("its mask is not causal")

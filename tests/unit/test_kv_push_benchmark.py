@@ -11,7 +11,7 @@ from benchmarks.kv_push import judge_load
 from benchmarks.kv_wires import wires
 from benchmarks.kv_wires.plans import LIMITS, Load, Timing, scattered_writes
 from benchmarks.kv_wires.remote import IsCalled, Remote, RemoteFailedError
-from benchmarks.kv_wires.rounds import FULL, Samples
+from benchmarks.kv_wires.rounds import FULL, SAMPLED, Samples
 from benchmarks.kv_wires.wires import BARE_UCX, MEMCPY, SHM, UCX
 from benchmarks.report import Report
 
@@ -39,6 +39,7 @@ def test_ratios_are_medians_of_rounds() -> None:
         {
             MEMCPY: timings(1.0, 2.0, 10.0),
             SHM: timings(1.0, 4.0, 11.0, cpu=1.2),
+            SHM + SAMPLED: timings(1.0, 2.5, 16.0),
             SHM + FULL: timings(2.0, 4.0, 20.0),
             UCX: timings(1.0, 1.0, 1.0),
             BARE_UCX: timings(0.8, 0.8, 0.8),
@@ -49,9 +50,11 @@ def test_ratios_are_medians_of_rounds() -> None:
     found = {result.measure: (round(result.value, 3), result.holds) for result in report.results}
     assert found == {
         "load, shm: speed / memcpy": (0.909, True),
+        "load, shm, sampled checksums: speed / memcpy": (0.8, None),
         "load, shm, full checksums: speed / memcpy": (0.5, None),
         "load, ucx: speed / ucxx library": (0.8, False),
         "load, shm: sender's CPU time / memcpy's": (1.32, False),
+        "load, shm, sampled checksums: sender's CPU time / memcpy's": (1.25, None),
         "load, shm, full checksums: sender's CPU time / memcpy's": (2.0, False),
     }
 

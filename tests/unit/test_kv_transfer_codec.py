@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.protocol.codec import MAX_REASON_BYTES, MalformedMessageError, decode, encode
+from kv_transfer.protocol.codec import MAX_REASON_BYTES, VERSION, MalformedMessageError, decode, encode
 from kv_transfer.protocol.messages import (
     BlockGrant,
     FirstToken,
@@ -43,11 +43,18 @@ CHUNKS = st.builds(
     num_layers=st.integers(1, 2**16 - 1),
     round=U16,
 )
-SUMMED = CHUNKS.flatmap(
-    lambda chunk: st.lists(U64, min_size=len(chunk.blocks), max_size=len(chunk.blocks)).map(
-        lambda sums: replace(chunk, checksums=tuple(sums))
-    )
-)
+
+
+@st.composite
+def summed_chunks(draw: st.DrawFn) -> PushChunk:
+    """Any of its blocks have sums."""
+    chunk = draw(CHUNKS)
+    summed = tuple(position for position in range(len(chunk.blocks)) if draw(st.booleans()))
+    num_pieces = draw(st.integers(0, 3))
+    sums = tuple(draw(U64) for _ in range(len(summed) * num_pieces))
+    return replace(chunk, summed=summed, num_pieces=num_pieces, checksums=sums)
+
+
 LOGPROBS = st.floats(max_value=0, allow_nan=False)
 FIRST_TOKENS = st.builds(
     FirstToken,
@@ -59,7 +66,7 @@ FIRST_TOKENS = st.builds(
 )
 MESSAGES: st.SearchStrategy[PushMessage] = st.one_of(
     CHUNKS,
-    SUMMED,
+    summed_chunks(),
     st.builds(
         PushEnd,
         **HEAD,
@@ -79,6 +86,7 @@ MESSAGES: st.SearchStrategy[PushMessage] = st.one_of(
 )
 KEY = PushKey("r1", 2)
 CHUNK = PushChunk(key=KEY, lease_id=3, rank=0, chunk=1, blocks=(BlockGrant(0, 7, 9),), first_layer=5, num_layers=2)
+SAMPLED = replace(CHUNK, blocks=tuple(BlockGrant(i, 7 + i, 9) for i in range(3)), summed=(0, 2), num_pieces=2)
 
 
 @given(MESSAGES)
@@ -103,8 +111,7 @@ def test_damage_is_never_taken_for_another_message(message: PushMessage, data: s
 @settings(max_examples=100, deadline=None)
 def test_cut_or_padded_bytes_are_refused(message: PushMessage, data: st.DataObject) -> None:
     payload = encode(message)
-    without_tail = len(payload) - (8 * len(message.checksums) if isinstance(message, PushChunk) else 0)
-    length = data.draw(st.integers(0, len(payload) - 1).filter(lambda size: size != without_tail))
+    length = data.draw(st.integers(0, len(payload) - 1))
     with pytest.raises(MalformedMessageError):
         decode(payload[:length])
     with pytest.raises(MalformedMessageError):
@@ -119,33 +126,60 @@ def test_noise_is_refused(payload: bytes) -> None:
 
 
 def test_transport_appends_the_checksums() -> None:
-    chunk = replace(CHUNK, blocks=(BlockGrant(0, 7, 9), BlockGrant(1, 8, 9)))
-    appended = encode(chunk) + (11).to_bytes(8, "little") + (12).to_bytes(8, "little")
-    decoded = decode(appended)
-    assert isinstance(decoded, PushChunk) and decoded.checksums == (11, 12) and decoded.blocks == chunk.blocks
+    posted = encode(SAMPLED)
+    sums = [value.to_bytes(8, "little") for value in (11, 12, 13, 14)]
+    assert decode(posted + b"".join(sums)) == replace(SAMPLED, checksums=(11, 12, 13, 14))
+    for number in (0, 1, 3):
+        with pytest.raises(MalformedMessageError, match="cut short"):
+            decode(posted + b"".join(sums[:number]))
+    with pytest.raises(MalformedMessageError, match="8 bytes too many"):
+        decode(posted + b"".join(sums) + sums[0])
+
+
+@pytest.mark.parametrize(
+    "summed", [(0, 3), (65_535,), (1, 1), (2, 0), (0, 1, 2, 2)], ids=["beyond", "far", "twice", "descending", "last"]
+)
+def test_chunk_that_names_no_such_positions_is_refused(summed: tuple[int, ...]) -> None:
+    """Whole, undamaged and with as many sums as it says, but of a sender that does not keep to the protocol."""
+    with pytest.raises(ValueError, match="summed"):
+        encode(replace(SAMPLED, summed=summed))
+    body = encode(replace(SAMPLED, summed=()))[6:-2]
+    body += struct.pack(f"<H{len(summed)}H", len(summed), *summed)
+    with pytest.raises(MalformedMessageError, match="with the sums of"):
+        decode(sealed(body) + bytes(8 * len(summed) * SAMPLED.num_pieces))
+
+
+def sealed(body: bytes) -> bytes:
+    """A PushChunk's body with a right header."""
+    return struct.pack("<BBI", VERSION, 1, zlib.crc32(body, zlib.crc32(bytes((VERSION, 1))))) + body
 
 
 def test_encoding_is_fixed() -> None:
     """Workers of two releases may meet: a change of these bytes needs a new version."""
-    assert encode(PushCommitted(key=KEY, lease_id=3)).hex() == "02069bec01f102007231020000000300000000000000"
+    assert encode(PushCommitted(key=KEY, lease_id=3)).hex() == "03067a5a531e02007231020000000300000000000000"
     renew = LeaseRenew(lease_ids=(5, 6), sent_ns=7, is_reply=True)
-    assert encode(renew).hex() == "0207f1fd87750700000000000000010200" + "0500000000000000" + "0600000000000000"
-    head = "02011f47900b" + "0200723102000000" + "0300000000000000"
-    body = "0000010000000000" + "05000200" + "0100" + "0100" + "00000000070000000900000000000000"
-    assert encode(CHUNK).hex() == head + body
+    assert (
+        encode(renew).hex() == "0307d5248016" + "070000000000000001" + "0200" + "0500000000000000" + "0600000000000000"
+    )
+    head = "0200723102000000" + "0300000000000000"
+    body = "0000010000000000" + "05000200" + "0100" + "0100" + "00000000070000000900000000000000" + "0000"
+    assert encode(CHUNK).hex() == "0301cf3ff70d" + head + body
+    blocks = "".join(f"0{i}0000000{7 + i}0000000900000000000000" for i in range(3))
+    body = "0000010000000000" + "05000200" + "0200" + "0300" + blocks + "0200" + "0000" + "0200"
+    tail = "".join(f"0{i}00000000000000" for i in (1, 2, 3, 4))
+    assert encode(replace(SAMPLED, checksums=(1, 2, 3, 4))).hex() == "0301169978ee" + head + body + tail
 
 
 def test_chunk_without_layers_is_refused() -> None:
     """Whole and undamaged, but of a sender that does not keep to the protocol."""
     body = encode(CHUNK)[6:].replace(struct.pack("<HH", 5, 2), struct.pack("<HH", 5, 0))
-    crc = zlib.crc32(body, zlib.crc32(bytes((2, 1))))
     with pytest.raises(MalformedMessageError, match="without layers"):
-        decode(struct.pack("<BBI", 2, 1, crc) + body)
+        decode(sealed(body))
 
 
 def test_other_version_is_named() -> None:
-    with pytest.raises(MalformedMessageError, match="version 1"):
-        decode(b"\x01" + encode(PushCommitted(key=KEY, lease_id=3))[1:])
+    with pytest.raises(MalformedMessageError, match="version 2"):
+        decode(b"\x02" + encode(PushCommitted(key=KEY, lease_id=3))[1:])
 
 
 def test_long_reason_is_cut_at_a_character() -> None:
@@ -159,12 +193,26 @@ def test_long_reason_is_cut_at_a_character() -> None:
         PushCommitted(key=KEY, lease_id=-1),
         PushCommitted(key=PushKey("x" * 300, 1), lease_id=1),
         LeaseRenew(lease_ids=(0,) * 70_000),
-        replace(CHUNK, checksums=(1, 2)),
+        replace(CHUNK, summed=(0,), checksums=(1, 2)),
+        replace(CHUNK, checksums=(1,)),
+        replace(CHUNK, summed=(1,), checksums=(1,)),
+        replace(CHUNK, summed=(-1,), checksums=(1,)),
         replace(CHUNK, num_layers=0),
         replace(CHUNK, first_layer=-1),
         replace(CHUNK, first_layer=70_000),
     ],
-    ids=["negative", "long id", "too many", "checksums", "no layer", "negative layer", "too many layers"],
+    ids=[
+        "negative",
+        "long id",
+        "too many",
+        "checksums",
+        "nobody's checksum",
+        "beyond",
+        "before",
+        "no layer",
+        "negative layer",
+        "too many layers",
+    ],
 )
 def test_what_has_no_encoding_raises(message: PushMessage) -> None:
     with pytest.raises(ValueError):

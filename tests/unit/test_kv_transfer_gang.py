@@ -46,6 +46,7 @@ from kv_transfer.protocol.messages import (
     WriteBlocks,
 )
 from kv_transfer.protocol.ranks import MAX_PIECES_PER_WRITE, rank_peer
+from kv_transfer.protocol.sampling import Checksums
 
 KEY = PushKey("r1", 1)
 PREFILL, DECODE = PeerId("prefill-0", 1), PeerId("decode-0", 7)
@@ -63,7 +64,7 @@ def make_grant(key: PushKey = KEY, lease_id: int = 5, first_block: int = 100) ->
     return Grant(key=key, lease_id=lease_id, receiver=DECODE, sender=PREFILL, blocks=blocks, ttl_ns=8 * SECOND_NS)
 
 
-def make_chunk(rank: int, *, num_pieces: int = 1, checksums: tuple[int, ...] = ()) -> PushChunk:
+def make_chunk(rank: int, *, num_pieces: int = 1, checksums: tuple[int, ...] | None = None) -> PushChunk:
     blocks = make_grant().blocks
     return PushChunk(
         key=KEY,
@@ -74,7 +75,8 @@ def make_chunk(rank: int, *, num_pieces: int = 1, checksums: tuple[int, ...] = (
         first_layer=0,
         num_layers=2,
         num_pieces=num_pieces,
-        checksums=checksums,
+        summed=() if checksums is None else (0, 1, 2),
+        checksums=checksums or (),
     )
 
 
@@ -99,8 +101,8 @@ def messages(effects: Sequence[object]) -> list[tuple[PeerId, PushMessage]]:
 # ---- GangReceiver ------------------------------------------------------------------------------------------------
 
 
-def make_receiver(*, checksum: bool = False) -> GangReceiver:
-    receiver = GangReceiver(LIMITS, checksum, num_layers=2)
+def make_receiver(checksums: Checksums = Checksums.OFF) -> GangReceiver:
+    receiver = GangReceiver(LIMITS, checksums, num_layers=2)
     assert receiver.open(0, make_grant(), [0, 1]) == []
     for peer in (P0, P1):
         assert receiver.on_connected(0, peer) == []
@@ -216,7 +218,7 @@ def test_one_expired_lease_ends_the_push() -> None:
 
 
 def test_pieces_are_verified_by_the_rank_that_sent_them() -> None:
-    receiver = make_receiver(checksum=True)
+    receiver = make_receiver(Checksums.FULL)
     sums = (1, 2, 3, 4, 5, 6)
     (verify,) = tell(receiver, P1, make_chunk(1, num_pieces=2, checksums=sums))
     assert verify == VerifyBlocks(key=KEY, chunk=0, block_ids=BLOCK_IDS, layers=range(2), checksums=sums, rank=1)
@@ -232,8 +234,8 @@ def test_pieces_are_verified_by_the_rank_that_sent_them() -> None:
 
 def test_layers_of_which_a_rank_owes_nothing_are_verified_all_the_same() -> None:
     """Only the owner knows what is owed, so a chunk that says there is nothing to sum is not believed unseen."""
-    receiver = make_receiver(checksum=True)
-    (verify,) = tell(receiver, P1, make_chunk(1, num_pieces=0))
+    receiver = make_receiver(Checksums.FULL)
+    (verify,) = tell(receiver, P1, make_chunk(1, num_pieces=0, checksums=()))
     assert verify == VerifyBlocks(key=KEY, chunk=0, block_ids=BLOCK_IDS, layers=range(2), checksums=(), rank=1)
     assert tell(receiver, P0, make_chunk(0)) == [], "a chunk without the sums of its pieces counts as lost"
     assert receiver.num_ignored_messages == 1
@@ -274,7 +276,7 @@ def test_misuse_raises_and_limits_hold() -> None:
 
 
 def make_sender() -> GangSender:
-    sender = GangSender(LIMITS, True, 1, num_layers=2)
+    sender = GangSender(LIMITS, Checksums.FULL, 1, num_layers=2)
     opened = sender.open(0, make_grant(), 3, {0: 10, 1: 20})
     assert opened == [ConnectPeer(peer=D0), ConnectPeer(peer=D1)]
     for peer in (D0, D1):
@@ -354,7 +356,7 @@ def test_a_write_has_few_enough_pieces_for_its_checksums() -> None:
         (MAX_PIECES_PER_WRITE // 2, [2, 1]),
         (MAX_PIECES_PER_WRITE * 2, [1, 1, 1]),
     ):
-        sender = GangSender(limits, True, 0, num_layers=num_layers)
+        sender = GangSender(limits, Checksums.FULL, 0, num_layers=num_layers)
         sender.open(0, make_grant(), 3, {0: 10})
         sender.on_connected(0, D0)
         effects = sender.blocks_ready(1, KEY, [(0, 50), (1, 51), (2, 52)])

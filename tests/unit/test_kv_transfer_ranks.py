@@ -248,12 +248,13 @@ def test_a_chunk_carries_a_checksum_for_each_piece(num_blocks: int, num_pieces: 
         blocks=tuple(BlockGrant(index, index + 9, 1) for index in range(num_blocks)),
         first_layer=0,
         num_layers=1,
+        summed=tuple(range(num_blocks)) if is_summed else (),
         checksums=tuple(range(num_blocks * num_pieces)) if is_summed else (),
         num_pieces=num_pieces,
     )
     payload = encode(chunk)
     assert decode(payload) == chunk
-    if is_summed and num_blocks * num_pieces > 1:
+    if is_summed:
         with pytest.raises(MalformedMessageError):
             decode(payload[:-8])
 
@@ -269,6 +270,7 @@ def test_checksums_of_another_number_have_no_encoding() -> None:
             blocks=blocks,
             first_layer=0,
             num_layers=1,
+            summed=(0, 1),
             checksums=tuple(range(num_sums)),
             num_pieces=num_pieces,
         )

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.protocol.codec import decode, encode
-from kv_transfer.protocol.limits import SECOND_NS, PushLimits
+from kv_transfer.protocol.codec import encode
+from kv_transfer.protocol.limits import MAX_MISSING_CHUNKS, SECOND_NS, PushLimits
 from kv_transfer.protocol.messages import (
     BlockGrant,
     BlocksQuarantined,
@@ -33,6 +33,7 @@ from kv_transfer.protocol.messages import (
     VerifyBlocks,
 )
 from kv_transfer.protocol.receiver import PushReceiver
+from kv_transfer.protocol.sampling import Checksums
 
 KEY = PushKey("r1", 1)
 PREFILL = PeerId("prefill-0", 1)
@@ -63,6 +64,7 @@ def make_chunk(
 ) -> PushChunk:
     blocks = tuple(BlockGrant(i, 100 + i, 9) for i in indices)
     sums = tuple(1000 + i for i in indices) if checksums else ()
+    summed = tuple(range(len(blocks))) if checksums else ()
     return PushChunk(
         key=KEY,
         lease_id=5,
@@ -71,6 +73,7 @@ def make_chunk(
         blocks=blocks,
         first_layer=layers.start,
         num_layers=len(layers),
+        summed=summed,
         checksums=sums,
         round=round_,
     )
@@ -94,9 +97,15 @@ def messages(effects: list[PushEffect]) -> list[PushMessage]:
     return [effect.message for effect in effects if isinstance(effect, SendMessage)]
 
 
-def make_receiver(limits: PushLimits = LIMITS, *, connected: bool = True, checksum: bool = False) -> PushReceiver:
-    receiver = PushReceiver(limits, checksum, num_layers=NUM_LAYERS)
-    assert receiver.open(0, make_grant()) == []
+def make_receiver(
+    limits: PushLimits = LIMITS,
+    *,
+    connected: bool = True,
+    checksums: Checksums = Checksums.OFF,
+    num_blocks: int = 3,
+) -> PushReceiver:
+    receiver = PushReceiver(limits, checksums, num_layers=NUM_LAYERS)
+    assert receiver.open(0, make_grant(num_blocks)) == []
     if connected:
         assert receiver.on_connected(0, PREFILL) == []
     return receiver
@@ -137,7 +146,7 @@ def test_granted_block_without_kv_need_not_arrive() -> None:
 
 
 def test_push_without_blocks_arrives_with_its_end() -> None:
-    receiver = PushReceiver(LIMITS, checksum=False, num_layers=NUM_LAYERS)
+    receiver = PushReceiver(LIMITS, Checksums.OFF, num_layers=NUM_LAYERS)
     receiver.open(0, make_grant(0))
     receiver.on_connected(0, PREFILL)
     (effect,) = tell(receiver, make_end(num_chunks=0))
@@ -169,20 +178,63 @@ def test_lost_and_corrupt_chunks_are_asked_for_again() -> None:
     assert isinstance(effect, PushArrived)
 
 
-def test_chunk_whose_checksums_were_cut_off_is_asked_for_again() -> None:
-    whole = encode(make_chunk(1, (2,), checksums=True))
-    cut = decode(whole[:-8])  # a message that ends there is a whole one of a sender without sums
-    assert isinstance(cut, PushChunk) and not cut.checksums
-    receiver = make_receiver(checksum=True)
+def test_chunk_without_the_sums_that_are_asked_for_is_asked_for_again() -> None:
+    receiver = make_receiver(checksums=Checksums.FULL)
     receiver.on_message(1, PREFILL, make_chunk(0, (0, 1), checksums=True))
     receiver.on_verified(2, KEY, 0, ())
-    assert receiver.on_message(3, PREFILL, cut) == []
+    assert receiver.on_message(3, PREFILL, make_chunk(1, (2,))) == []
     assert messages(receiver.on_message(4, PREFILL, make_end())) == [
         PushMissing(key=KEY, lease_id=5, chunks=(1,), round=1)
     ]
     receiver.on_message(5, PREFILL, make_chunk(1, (2,), checksums=True, round_=1))
     receiver.on_message(6, PREFILL, make_end(round_=1))
     assert isinstance(receiver.on_verified(7, KEY, 1, ())[0], PushArrived)
+
+
+SAMPLE = (0, 5, 19)
+"""What is summed of twenty blocks under lease 5."""
+
+
+def sampled_chunk(summed: tuple[int, ...] = SAMPLE, round_: int = 0) -> PushChunk:
+    sums = tuple(1000 + position for position in summed)
+    return replace(make_chunk(0, tuple(range(20)), round_=round_), summed=summed, checksums=sums)
+
+
+def test_of_a_sample_exactly_the_summed_blocks_are_verified() -> None:
+    receiver = make_receiver(checksums=Checksums.SAMPLED, num_blocks=20)
+    (verify,) = tell(receiver, sampled_chunk(), make_end(num_chunks=1, num_blocks=20))
+    block_ids, sums = (100, 105, 119), (1000, 1005, 1019)
+    assert verify == VerifyBlocks(key=KEY, chunk=0, block_ids=block_ids, layers=EVERY_LAYER, checksums=sums)
+    (effect,) = receiver.on_verified(2, KEY, 0, ())
+    assert isinstance(effect, PushArrived)
+
+
+def test_corrupt_block_of_a_sample_has_the_whole_chunk_sent_and_verified_again() -> None:
+    receiver = make_receiver(checksums=Checksums.SAMPLED, num_blocks=20)
+    tell(receiver, sampled_chunk(), make_end(num_chunks=1, num_blocks=20))
+    missing = PushMissing(key=KEY, lease_id=5, chunks=(0,), round=1)
+    assert messages(receiver.on_verified(2, KEY, 0, (105,))) == [missing]
+    assert tell(receiver, sampled_chunk(round_=1)) == [], "where one is damaged its neighbours may be"
+    rewritten = sampled_chunk(tuple(range(20)), round_=1)
+    (verify,) = tell(receiver, rewritten, make_end(num_chunks=1, num_blocks=20, round_=1))
+    assert isinstance(verify, VerifyBlocks) and len(verify.block_ids) == 20
+    assert isinstance(receiver.on_verified(3, KEY, 0, ())[0], PushArrived)
+
+
+@pytest.mark.parametrize("summed", [(), (0, 19), (0, 5), (0, 4, 6, 19)], ids=["none", "ends", "no last", "others"])
+def test_chunk_with_the_sums_of_another_sample_counts_as_lost(summed: tuple[int, ...]) -> None:
+    receiver = make_receiver(checksums=Checksums.SAMPLED, num_blocks=20)
+    assert tell(receiver, sampled_chunk(summed)) == []
+    assert receiver.num_ignored_messages == 1
+    (answer,) = messages(tell(receiver, make_end(num_chunks=1, num_blocks=20)))
+    assert answer == PushMissing(key=KEY, lease_id=5, chunks=(0,), round=1)
+
+
+def test_sums_that_nobody_asked_for_are_verified_as_well() -> None:
+    for checksums in (Checksums.OFF, Checksums.SAMPLED):
+        receiver = make_receiver(checksums=checksums)
+        (verify,) = tell(receiver, make_chunk(0, (0, 1, 2), checksums=True))
+        assert isinstance(verify, VerifyBlocks) and verify.block_ids == BLOCK_IDS
 
 
 def test_late_end_of_an_earlier_round_never_commits() -> None:
@@ -203,6 +255,14 @@ def test_too_many_rounds_fail_the_push() -> None:
     assert isinstance(effects[0], PushFailed) and effects[1] == QUARANTINED
 
 
+def test_more_chunks_lost_than_one_message_can_name_fail_the_push() -> None:
+    for num_chunks, is_asked in ((MAX_MISSING_CHUNKS, True), (MAX_MISSING_CHUNKS + 1, False)):
+        receiver = make_receiver(num_blocks=MAX_MISSING_CHUNKS)
+        effects = tell(receiver, make_end(num_chunks=num_chunks))
+        assert isinstance(effects[0], SendMessage if is_asked else PushFailed)
+        assert all(len(encode(message)) < 1 << 16 for message in messages(effects))
+
+
 @pytest.mark.parametrize(
     "chunk",
     [
@@ -212,12 +272,35 @@ def test_too_many_rounds_fail_the_push() -> None:
         make_chunk(0, ()),
         make_chunk(3 * NUM_LAYERS, (0,)),
         make_chunk(0, (0,), rank=1),
-        replace(make_chunk(0, (0,)), checksums=(1, 2)),
+        replace(make_chunk(0, (0,), checksums=True), checksums=(1, 2)),
+        replace(make_chunk(0, (0,), checksums=True), checksums=()),
+        replace(make_chunk(0, (0,)), checksums=(1,)),
+        replace(make_chunk(0, (0, 1)), summed=(2,), checksums=(1,)),
+        replace(make_chunk(0, (0, 1)), summed=(-1,), checksums=(1,)),
+        replace(make_chunk(0, (0, 1)), summed=(1, 1), checksums=(1, 1)),
+        replace(make_chunk(0, (0, 1)), summed=(1, 0), checksums=(1, 1)),
         make_chunk(0, (0,), layers=range(3, 5)),
         make_chunk(0, (0,), layers=range(2, 2)),
         make_chunk(0, (0, 0)),
     ],
-    ids=["generation", "block", "index", "empty", "number", "rank", "checksums", "layers", "no layer", "twice"],
+    ids=[
+        "generation",
+        "block",
+        "index",
+        "empty",
+        "number",
+        "rank",
+        "too many checksums",
+        "cut checksums",
+        "nobody's checksum",
+        "checksum beyond",
+        "checksum before",
+        "checksum twice",
+        "checksums out of order",
+        "layers",
+        "no layer",
+        "twice",
+    ],
 )
 def test_chunk_that_contradicts_its_grant_fails_the_push(chunk: PushChunk) -> None:
     effects = tell(make_receiver(), chunk)
@@ -232,7 +315,7 @@ def test_end_that_does_not_fit_never_commits(end: PushEnd) -> None:
 
 
 def test_push_in_groups_of_layers_is_verified_and_arrives() -> None:
-    receiver = make_receiver(checksum=True)
+    receiver = make_receiver(checksums=Checksums.FULL)
     chunks = [
         make_chunk(0, (0, 1), checksums=True),
         make_chunk(1, (2,), layers=range(1), checksums=True),
@@ -273,7 +356,7 @@ def test_lost_group_of_layers_is_asked_for_again() -> None:
     effects = receiver.on_verified(2, KEY, 2, ())
     assert messages(effects) == [PushMissing(key=KEY, lease_id=5, chunks=(1,), round=1)]
     receiver.check_invariants()
-    (effect,) = tell(receiver, replace(groups[0], round=1, checksums=()), make_end(num_chunks=3, round_=1))
+    (effect,) = tell(receiver, replace(groups[0], round=1, summed=(), checksums=()), make_end(num_chunks=3, round_=1))
     assert isinstance(effect, PushArrived)
 
 
@@ -312,7 +395,7 @@ def test_another_lease_is_ignored() -> None:
 
 
 def test_unknown_push_is_told_to_stop() -> None:
-    receiver = PushReceiver(LIMITS, checksum=False, num_layers=NUM_LAYERS)
+    receiver = PushReceiver(LIMITS, Checksums.OFF, num_layers=NUM_LAYERS)
     receiver.on_connected(0, PREFILL)
     stop = PushStop(key=KEY, lease_id=5, reason="no such push is open")
     assert messages(tell(receiver, make_chunk(0, (0,)))) == [stop]
@@ -378,7 +461,7 @@ def test_cancel_of_a_sender_that_never_connected() -> None:
 
 
 def test_cancel_before_open_refuses_the_open() -> None:
-    receiver = PushReceiver(LIMITS, checksum=False, num_layers=NUM_LAYERS)
+    receiver = PushReceiver(LIMITS, Checksums.OFF, num_layers=NUM_LAYERS)
     assert receiver.cancel(0, KEY, "early") == []
     assert receiver.open(1, make_grant()) == [PushFailed(key=KEY, reason="it has ended already"), RELEASED]
 
@@ -418,7 +501,7 @@ def test_lost_sender_is_fenced_and_all_its_pushes_fail() -> None:
 
 
 def test_sender_without_leases_may_leave() -> None:
-    receiver = PushReceiver(LIMITS, checksum=False, num_layers=NUM_LAYERS)
+    receiver = PushReceiver(LIMITS, Checksums.OFF, num_layers=NUM_LAYERS)
     receiver.on_connected(0, PREFILL)
     assert receiver.on_peer_gone(1, PREFILL, "closed") == []
 

@@ -26,6 +26,7 @@ from kv_transfer.protocol.messages import (
     SourceReleased,
     WriteBlocks,
 )
+from kv_transfer.protocol.sampling import Checksums
 from kv_transfer.protocol.sender import PushSender
 
 KEY = PushKey("r1", 1)
@@ -42,7 +43,7 @@ def make_grant(num_blocks: int = 3, first_index: int = 0, key: PushKey = KEY, le
 
 
 def make_sender(limits: PushLimits = LIMITS) -> PushSender:
-    return PushSender(limits, checksum=True, block_size_bytes=10, num_layers=NUM_LAYERS)
+    return PushSender(limits, Checksums.OFF, block_size_bytes=10, num_layers=NUM_LAYERS)
 
 
 def writes(effects: list[PushEffect]) -> list[WriteBlocks]:
@@ -225,8 +226,8 @@ def test_end_is_resent_then_the_push_fails() -> None:
 def test_missing_chunks_are_written_again_in_a_new_round() -> None:
     sender = make_sender()
     ended(sender, 4)
-    missing = PushMissing(key=KEY, lease_id=5, chunks=(1,), round=1)
-    (write,) = writes(sender.on_message(4, DECODE, missing))
+    missing = PushMissing(key=KEY, lease_id=5, chunks=(1, 1), round=1)
+    (write,) = writes(sender.on_message(4, DECODE, missing))  # once, however often it was named
     assert (write.message.chunk, write.message.round, write.source_blocks) == (1, 1, (2, 3))
     assert sender.on_message(5, DECODE, missing) == []  # a copy
     assert sender.on_tick(6 + LIMITS.end_resend_interval_ns) == []  # no end while a write is in flight

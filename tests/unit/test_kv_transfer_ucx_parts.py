@@ -253,9 +253,9 @@ class Pair:
         self.reader = Reader(self.far_link, self.target, Staging(), tags, lambda payload: self.on_payload(payload))
         self.handle = 0
 
-    def post(self, copies: list[Copy], notify: bytes, *, checksum: bool = False) -> int:
+    def post(self, copies: list[Copy], notify: bytes, *, num_sums: int = 0) -> int:
         self.handle += 1
-        self.writer.post(PostedWrite(handle=self.handle, copies=tuple(copies), notify=notify, checksum=checksum))
+        self.writer.post(PostedWrite(handle=self.handle, copies=tuple(copies), notify=notify, num_sums=num_sums))
         return self.handle
 
     def turn_writer(self) -> bool:
@@ -322,9 +322,9 @@ class Posted:
     def __init__(self, pair: Pair, rng: random.Random, slot: int) -> None:
         self.copies = _copies(rng, slot) if rng.random() < 0.8 else []
         notify = b"%d:" % slot
-        with_sums = bool(self.copies) and rng.random() < 0.5
-        self.payload = notify + (_sums(pair.source, self.copies) if with_sums else b"")
-        self.handle = pair.post(self.copies, notify, checksum=with_sums)
+        num_sums = rng.choice((0, rng.randint(0, len(self.copies)), len(self.copies)))
+        self.payload = notify + _sums(pair.source, self.copies[:num_sums])
+        self.handle = pair.post(self.copies, notify, num_sums=num_sums)
 
     def is_in_place(self, pair: Pair) -> bool:
         return all(

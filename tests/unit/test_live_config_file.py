@@ -52,6 +52,21 @@ def test_a_good_file_reads() -> None:
     assert config.pools[0].cores == ((0,), (1,))
 
 
+@pytest.mark.parametrize("text", ["off", "'off'", "sampled", "full"])
+def test_what_is_verified_may_be_written_with_and_without_quotes(text: str) -> None:
+    config = parse(GOOD + f"transport: {{checksum: {text}}}").config
+    assert config.transport.checksum == text.strip("'")
+    assert parse(render_cluster_config(config)).config.transport == config.transport
+
+
+def test_what_may_be_verified_is_told() -> None:
+    found = refusal(GOOD + "transport:\n  checksum: sample")
+    assert "cluster.yaml:16: transport.checksum: found 'sample' (text), expected one of full, sampled, off" in found
+    assert "'sampled'" in found
+    assert "found 'no' (text)" in refusal(GOOD + "transport:\n  checksum: no")
+    assert "found False (true/false)" in refusal(GOOD + "transport:\n  checksum: false")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "where"),
     [

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 import typing
-from enum import Enum
 from typing import Any
 
 import pytest
@@ -19,51 +17,25 @@ from cluster.wire import codec
 from cluster.wire.mirror import WireError
 from engine.core.request import RequestBody, Sibling
 from engine.core.sampling import SamplingParams
-
-_SCALARS: dict[Any, st.SearchStrategy[Any]] = {
-    int: st.integers(0, 2**31 - 1),
-    float: st.floats(0, 1e6, width=32),
-    str: st.text(st.characters(codec="utf-8"), max_size=12),
-    bytes: st.binary(max_size=20),
-    bool: st.booleans(),
-}
-
-
-def _strategy(hint: Any) -> st.SearchStrategy[Any]:
-    if hint in _SCALARS:
-        return _SCALARS[hint]
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        (inner,) = (part for part in typing.get_args(hint) if part is not type(None))
-        return st.none() | _strategy(inner)
-    if typing.get_origin(hint) is tuple:
-        inner = typing.get_args(hint)[0]
-        return st.lists(_strategy(inner), max_size=3).map(tuple)
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return st.sampled_from(hint)
-    hints = typing.get_type_hints(hint)
-    return st.builds(hint, **{field.name: _strategy(hints[field.name]) for field in dataclasses.fields(hint)})
-
-
-def _union(*types_: Any) -> st.SearchStrategy[Any]:
-    return st.one_of(*(_strategy(cls) for cls in types_))
+from tests.support.messages import strategy_of
 
 
 @settings(max_examples=150, deadline=None)
-@given(_union(*typing.get_args(messages.FrontMessage)))
+@given(strategy_of(*typing.get_args(messages.FrontMessage)))
 def test_front_messages_round_trip(message: messages.FrontMessage) -> None:
     wire = control_pb2.FrontEnvelope.FromString(codec.encode_front(message).SerializeToString())
     assert codec.decode_front(wire) == message
 
 
 @settings(max_examples=150, deadline=None)
-@given(_union(*typing.get_args(messages.ToFrontMessage)))
+@given(strategy_of(*typing.get_args(messages.ToFrontMessage)))
 def test_to_front_messages_round_trip(message: messages.ToFrontMessage) -> None:
     wire = control_pb2.ToFrontEnvelope.FromString(codec.encode_to_front(message).SerializeToString())
     assert codec.decode_to_front(wire) == message
 
 
 @settings(max_examples=200, deadline=None)
-@given(_union(*typing.get_args(messages.WorkerMessage)))
+@given(strategy_of(*typing.get_args(messages.WorkerMessage)))
 def test_worker_messages_round_trip(message: messages.WorkerMessage) -> None:
     wire = control_pb2.WorkerEnvelope.FromString(codec.encode_worker(message).SerializeToString())
     assert codec.decode_worker(wire) == message
@@ -115,7 +87,7 @@ def test_every_sampling_parameter_is_carried() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(_union(*typing.get_args(messages.CommandBody)), st.integers(0, 2**40))
+@given(strategy_of(*typing.get_args(messages.CommandBody)), st.integers(0, 2**40))
 def test_commands_round_trip_with_their_body(content: messages.CommandBody, epoch: int) -> None:
     command = messages.Command(epoch=epoch, worker=WorkerId("p0", 2**50), body=content)
     needs_body = isinstance(content, messages.Reserve | messages.Prefill | messages.RunLocal)
@@ -125,7 +97,7 @@ def test_commands_round_trip_with_their_body(content: messages.CommandBody, epoc
 
 
 @settings(max_examples=100, deadline=None)
-@given(_union(*typing.get_args(token_messages.TokenRequest)))
+@given(strategy_of(*typing.get_args(token_messages.TokenRequest)))
 def test_token_requests_round_trip(message: token_messages.TokenRequest) -> None:
     wire = tokens_pb2.TokenEnvelope.FromString(codec.encode_token_request(message).SerializeToString())
     assert codec.decode_token_request(wire) == message
@@ -139,13 +111,13 @@ _TOKEN = st.builds(
 ) | st.builds(token_messages.TokenInfo, token_id=st.integers(0, 2**31))
 _RUN = st.builds(
     token_messages.TokenRun,
-    attempt=_strategy(messages.AttemptId),
+    attempt=strategy_of(messages.AttemptId),
     choice=st.integers(0, 5),
     position=st.integers(0, 2**20),
     tokens=st.lists(_TOKEN, max_size=3).map(tuple),
     finish=st.none() | st.sampled_from(Outcome),
     leg_done=st.booleans(),
-    timeline=st.none() | _strategy(messages.LegTimeline),
+    timeline=st.none() | strategy_of(messages.LegTimeline),
 )
 
 

@@ -1,0 +1,98 @@
+"""`baton replay`: whole journals, one request's story, and journals that are not there or not right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.core.config import ClusterConfig, ModelConfig, PoolConfig
+from cluster.core.events import FromFront, Tick
+from cluster.core.ids import FrontId, Role
+from cluster.core.messages import FrontHello, Submit
+from cluster.core.state import ClusterState
+from cluster.live.journal import Journal, JournalSettings
+from tests.support.cli_scripted import baton
+
+FRONT = FrontId("front-0", 5)
+
+
+def write_journal(folder: Path) -> None:
+    """Two requests that wait for workers which never come; the second one is refused in the end."""
+    pool = PoolConfig(name="d", role=Role.DECODE)
+    state = ClusterState(ClusterConfig(name="c", model=ModelConfig(preset="p"), pools=(pool,)), epoch=7)
+    settings = JournalSettings(directory=folder, file_size_bytes=10**6, max_files=4, release="0.0")
+    journal = Journal(settings, state, 7, lambda: 0)
+    hello = FrontHello(front=FRONT, address="a:1")
+    submits = [Submit(request_id=name, num_prompt_tokens=10, max_tokens=5) for name in ("one", "two")]
+    events = [FromFront(front=FRONT, message=message) for message in (hello, *submits)]
+    for now_ns, event in ((1, events[0]), (2_000_000, events[1]), (3_000_000, events[2]), (90 * 10**9, Tick())):
+        journal.write(now_ns, event, state.handle(now_ns, event))
+    journal.close()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    write_journal(tmp_path / "baton" / "journals" / "c")
+    return tmp_path
+
+
+def test_a_whole_journal_is_replayed(home: Path) -> None:
+    said = baton("replay", home=home)
+    assert said.exit_code == 0 and said.stderr == ""
+    (line,) = said.stdout.splitlines()
+    assert line.startswith("000000000007-000000.journal: from 20") and "4 events" in line
+    assert line.endswith("the same decisions")
+    report = json.loads(baton("replay", "--json", home=home).stdout)
+    assert report["story"] == []
+    (file,) = report["files"]
+    assert (file["events"], file["same"], file["is_cut"], file["epoch"]) == (4, True, False, 7)
+
+
+def test_one_request_has_its_story(home: Path) -> None:
+    said = baton("replay", "--request", "two", home=home)
+    assert said.exit_code == 0
+    told = [line.split(" ms  ", 1)[1] for line in said.stdout.splitlines()]
+    assert told[0] == "<- front-0#5: Submit num_prompt_tokens=10 max_tokens=5"
+    assert told[1].strip().startswith("queued")
+    assert told[2].startswith("-> front-0#5: Refused outcome=rejected_overload")
+    assert "one" not in said.stdout
+    story = json.loads(baton("replay", "--request", "two", "--json", home=home).stdout)["story"]
+    assert [line["what"] for line in story] == told
+
+
+def test_what_waits_says_for_what(home: Path) -> None:
+    told = baton("replay", "--request", "one", home=home).stdout
+    assert "queued, no decode worker" in told
+
+
+def test_a_request_that_is_not_in_it(home: Path) -> None:
+    said = baton("replay", "--request", "three", home=home)
+    assert said.exit_code == 3 and "no request three in 1 journal file(s)" in said.stderr
+
+
+def test_a_replay_that_comes_out_differently_says_where(home: Path) -> None:
+    (file,) = (home / "baton" / "journals" / "c").iterdir()
+    content = file.read_text()
+    assert content.count('"outcome":"rejected_overload"') == 2
+    file.write_text(content.replace('"outcome":"rejected_overload"', '"outcome":"internal"'))
+    said = baton("replay", str(file), home=home)
+    assert said.exit_code == 1
+    assert "different from line 5 on" in said.stdout
+    assert ":5: the replay decides differently (written by release 0.0, replayed by " in said.stderr
+    assert '"outcome":"internal"' in said.stderr and '"outcome":"rejected_overload"' in said.stderr
+
+
+def test_without_a_journal_it_says_where_it_looked(tmp_path: Path) -> None:
+    said = baton("replay", home=tmp_path)
+    assert said.exit_code == 3 and f"no journal in {tmp_path}/baton/journals" in said.stderr
+    said = baton("replay", str(tmp_path), home=tmp_path)
+    assert said.exit_code == 3 and "holds no journal" in said.stderr
+
+
+def test_with_several_journals_it_asks_which(home: Path) -> None:
+    write_journal(home / "baton" / "journals" / "other")
+    said = baton("replay", home=home)
+    assert said.exit_code == 2 and "(c, other); name one" in said.stderr
+    assert baton("replay", str(home / "baton" / "journals" / "other"), home=home).exit_code == 0
