@@ -10,7 +10,7 @@ there are, and never looks at one that holds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import KeysView, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -82,8 +82,7 @@ class PrefixMap:
         life = self._lives.pop(worker)
         self._last = None
         self._clear(life)
-        for block_hash in life.expected:
-            self._take_from(life, block_hash)
+        self._drop(life, life.expected, tuple(life.expected))
         self._slots[life.slot] = None
         self._free_slots.append(life.slot)
         self._role_bits[life.role] &= ~life.bit
@@ -102,7 +101,7 @@ class PrefixMap:
         elif events.sequence_number != expected:
             life.is_stale = True
             return True
-        self._evict(life, events.evicted)
+        self._drop(life, life.hashes, events.evicted)
         for run in events.stored:
             self._store(life, run.hashes)
         return False
@@ -120,10 +119,7 @@ class PrefixMap:
         """What `expect` returned: of these, what the registered life has not told of by now it may never compute."""
         life = self._lives[worker]
         self._last = None
-        for block_hash in hashes:
-            if block_hash in life.expected:
-                del life.expected[block_hash]
-                self._take_from(life, block_hash)
+        self._drop(life, life.expected, hashes)
 
     def expected_of(self, worker: WorkerId) -> KeysView[bytes]:
         """What a registered life is to compute and has not told of."""
@@ -218,24 +214,22 @@ class PrefixMap:
             holders[block_hash] = bit if others is None else others | bit
         self._num_blocks += num_room - num_left
 
-    def _evict(self, life: _Life, hashes: Iterable[bytes]) -> None:
-        for block_hash in hashes:
-            if block_hash in life.hashes:
-                del life.hashes[block_hash]
-                self._take_from(life, block_hash)
-
     def _clear(self, life: _Life) -> None:
-        for block_hash in life.hashes:
-            self._take_from(life, block_hash)
-        life.hashes = {}
+        self._drop(life, life.hashes, tuple(life.hashes))
 
-    def _take_from(self, life: _Life, block_hash: bytes) -> None:
-        others = self._holders[block_hash] ^ life.bit
-        if others:
-            self._holders[block_hash] = others
-        else:
-            del self._holders[block_hash]
-        self._num_blocks -= 1
+    def _drop(self, life: _Life, held: dict[bytes, None], hashes: tuple[bytes, ...]) -> None:
+        """The life is no holder of these any more, as far as they are in `held`, one of its tables."""
+        holders, bit = self._holders, life.bit
+        num_before = len(held)
+        for block_hash in hashes:
+            if block_hash in held:
+                del held[block_hash]
+                others = holders[block_hash] ^ bit
+                if others:
+                    holders[block_hash] = others
+                else:
+                    del holders[block_hash]
+        self._num_blocks -= num_before - len(held)
 
 
 class HeldPrefixes:
