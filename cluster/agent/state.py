@@ -126,7 +126,8 @@ class WorkerState:
             waiting_prefill_tokens=scheduler.waiting_prefill_tokens,
             num_steps=costs.num_steps,
             step_ms_per_token=costs.prefill_token_ms,
-            decode_step_ms=costs.decode_step_ms,
+            decode_base_ms=costs.decode_base_ms,
+            decode_context_token_ms=costs.context_token_ms,
             blocks=BlockCounts(
                 total=counts.total,
                 free=counts.free,

@@ -16,12 +16,16 @@ from typing import Any
 import psutil
 import pytest
 
+from baton.v1 import admin_pb2, admin_pb2_grpc
 from cluster.agent.assembly import load_engine
 from cluster.agent.settings import WorkerSettings
 from cluster.core.ids import Outcome, Role, WorkerId
+from cluster.wire.channels import make_channel
 from decode_worker.profile import PROFILE
+from engine.core.block_hash import extra_key, hash_blocks
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
+from engine.model.config import model_fingerprint
 from kv_transfer.transport.shm_pool import PoolMemoryError
 from tests.support.engine_model import engine_alone, write_tiny_model
 from tests.support.plain_cluster import ROOT, Answer, PlainCluster, WorkerProcess, greedy, nothing_held, prompt
@@ -181,11 +185,39 @@ def test_stopped_prefill_worker_leaves_in_order_and_costs_no_token(
     run(scenario, model, tmp_path)
 
 
+async def conversation_comes_back(cluster: PlainCluster, model: Path) -> None:
+    """Its next turn is read by the worker that has told of the first one's blocks, although the other one is as idle
+    and has read less."""
+    readers = []
+    for turn, num_tokens in enumerate((200, 230)):
+        body = greedy(prompt(num_tokens, salt=50), 3)
+        hashes = hash_blocks(body.prompt_ids, BLOCK_SIZE, extra_key(model_fingerprint(model)))
+        answer = cluster.front.submit(f"turn-{turn}", body, tuple(hashes))
+        async with asyncio.timeout(DEADLINE_S):
+            await answer.done.wait()
+            await told_of_blocks(cluster)
+        readers.append(answer.workers[0].worker)
+    assert readers[0] == readers[1] and answer.timelines[readers[0].name].num_cached_tokens == 192
+
+
+async def told_of_blocks(cluster: PlainCluster) -> None:
+    """Waits until the coordinator knows of all blocks of the first turn at a prefill worker."""
+    async with make_channel(cluster.address) as channel:
+        admin = admin_pb2_grpc.AdminStub(channel)
+        while True:
+            status = await admin.GetStatus(admin_pb2.GetStatusRequest())
+            workers = [worker for pool in status.pools if pool.role == "prefill" for worker in pool.workers]
+            if any(worker.prefix_cache.num_blocks >= 200 // BLOCK_SIZE for worker in workers):
+                return
+            await asyncio.sleep(0.01)
+
+
 def test_paused_prefill_worker_is_ended_and_the_request_recomputed(
     model: Path, tmp_path: Path, expected: Callable[[RequestBody], list[int]]
 ) -> None:
     async def scenario(cluster: PlainCluster) -> None:
         workers = await start(cluster, num_prefill=2)
+        await conversation_comes_back(cluster, model)
         body = greedy(prompt(900), 20)
         answer = cluster.front.submit("r", body)
         async with asyncio.timeout(DEADLINE_S):

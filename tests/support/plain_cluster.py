@@ -163,13 +163,14 @@ class TestFront:
         for channel in self._channels:
             await channel.close(None)
 
-    def submit(self, request_id: str, body: RequestBody) -> Answer:
+    def submit(self, request_id: str, body: RequestBody, block_hashes: tuple[bytes, ...] = ()) -> Answer:
         answer = Answer(body=body, submitted_s=time.monotonic())
         self.answers[request_id] = answer
         submit = Submit(
             request_id=request_id,
             num_prompt_tokens=len(body.prompt_ids),
             max_tokens=body.sampling.max_tokens,
+            block_hashes=block_hashes,
         )
         self._outgoing.put_nowait((submit, body))
         return answer

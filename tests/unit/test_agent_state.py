@@ -597,7 +597,7 @@ def test_load_reports_measured_costs_and_leaves_out_the_warm_up() -> None:
             break
         host.end_step(duration_ns=(1_000 if index < 6 else 4) * MILLISECOND_NS)
     load = host.state.load()
-    assert load.decode_step_ms == 4.0 and load.num_steps == 22
+    assert load.decode_base_ms == 4.0 and load.decode_context_token_ms == 0.0 and load.num_steps == 22
     finish(world, request)
 
 

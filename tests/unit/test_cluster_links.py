@@ -55,6 +55,15 @@ def test_a_quarter_of_the_median_is_not_slow_yet() -> None:
     assert [slow(link) for link in table.report(P1, "p", [("d", report(D0, 2 * GB - 1))])] == [(P1, D0)]
 
 
+def test_the_bandwidth_of_a_link_that_is_not_there_is_what_its_pools_have() -> None:
+    table = LinkTable()
+    assert table.bandwidth_bytes_per_s(P0, D0, ("p", "d")) == 0
+    table.report(P0, "p", [("d", report(D0, 8 * GB)), ("d", report(D1, 2 * GB))])
+    assert table.bandwidth_bytes_per_s(P0, D1, ("p", "d")) == 2 * GB
+    assert table.bandwidth_bytes_per_s(P1, D1, ("p", "d")) == 5 * GB
+    assert table.bandwidth_bytes_per_s(P1, D1, ("p", "e")) == 0
+
+
 def test_the_first_link_turns_out_slow_when_others_come() -> None:
     table = LinkTable()
     assert table.report(P0, "p", [("d", report(D0, GB))]) == []
