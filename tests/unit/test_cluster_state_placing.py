@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.core.ids import AttemptId, Outcome, WorkerId
-from cluster.core.messages import BlockEvents, BlockRun, CancelRequest, Reserve, RunLocal
+from cluster.core.messages import BlockEvents, BlockRun, CancelRequest, Heartbeat, Reserve, RunLocal
 from cluster.policy.candidates import NUM_DRAWN
 from engine.core.block_hash import ROOT_HASH, hash_blocks
-from tests.support.coordinator import D0, D1, P0, P1, Bench, make_config
+from tests.support.coordinator import D0, D1, P0, P1, Bench, make_config, make_load
 
 PROMPT = range(500, 820)
 CHAIN = tuple(hash_blocks(PROMPT, 16, b""))
@@ -127,3 +127,11 @@ def test_a_holder_is_found_among_many_workers() -> None:
     assert reader(bench) == workers[-1]
     bench.worker_gone(workers[-1])
     assert reader(bench) in workers[:-1]
+
+
+def test_a_holder_that_leaves_is_passed_over() -> None:
+    bench = bench_of(P0, P1, D0, D1)
+    tell(bench, P1, 1, 10)
+    bench.worker_says(P1, Heartbeat(load=make_load(100), is_leaving=True))
+    submit(bench)
+    assert reader(bench) == P0
