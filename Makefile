@@ -54,8 +54,9 @@ test: $(TEST_EXTRAS_INSTALLED) kernels  ## Everything: style, types, import rule
 		$(addprefix --ignore ,$(COMPUTE_ONLY))
 
 test-wires: $(TEST_EXTRAS_INSTALLED) kernels  ## More tests of the transports between hosts, some minutes of them.
-	@$(BIN)/python -m pytest tests/wires/test_nixl_transport.py tests/wires/test_nixl_hosts.py
+	@$(BIN)/python -m pytest tests/wires/test_nixl_transport.py
 	@$(BIN)/python -m pytest tests/wires/test_ucx_transport.py
+	@$(BIN)/python -m pytest tests/wires/test_hosts.py tests/wires/test_hosts_workers.py
 	@BATON_KILLED_REMOTE_PUSHES=12 $(BIN)/python -m pytest tests/integration/test_push_killed.py
 
 test-fast: kernels  ## The tiers that take seconds: unit, property, simulation, tidy.
@@ -77,7 +78,8 @@ soak-engine: kernels  ## 10,000 histories of scheduler and block pool, 1,000 on 
 	@BATON_SCHEDULER_HISTORIES=10000 BATON_MODEL_HISTORIES=1000 BATON_SHORT_REQUESTS=20000 \
 		$(BIN)/python -m pytest $(ENGINE_SOAK) --timeout 7200
 
-soak-push: kernels  ## 100 senders and receivers killed, and as many stopped, in mid-push, over every transport.
+soak-push: kernels  ## 10,000 histories of pushes; 100 senders and receivers killed, 100 stopped, over every transport.
+	@BATON_PUSH_HISTORIES=10000 $(BIN)/python -m pytest tests/property/test_push_histories.py -s --timeout 7200
 	@BATON_KILLED_PUSHES=100 BATON_KILLED_REMOTE_PUSHES=100 $(BIN)/python -m pytest tests/integration/test_push_killed.py -s --timeout 7200
 
 stubs: $(INSTALLED)  ## Regenerate the stubs beside the .proto files.

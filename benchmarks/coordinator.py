@@ -152,7 +152,7 @@ def _hello(worker: WorkerId, pool: PoolConfig) -> WorkerHello:
 
 def _load() -> WorkerLoad:
     counts = BlockCounts(total=POOL_BLOCKS, free=0, active=0, cached=POOL_BLOCKS, reserved=0, quarantined=0)
-    return WorkerLoad(blocks=counts, step_ms_per_token=0.3, decode_step_ms=20.0, num_steps=100)
+    return WorkerLoad(blocks=counts, step_ms_per_token=0.3, decode_base_ms=20.0, num_steps=100)
 
 
 def _heartbeats(cluster: Cluster) -> None:

@@ -33,6 +33,11 @@ class CommandReceived:
     body: RequestBody | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveRequested:
+    """Somebody has asked the worker to stop. It takes its time (AgentLimits) for the pushes that it has."""
+
+
 # ---- engine ---------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +168,7 @@ Event = (
     CoordinatorConnected
     | CoordinatorLost
     | CommandReceived
+    | LeaveRequested
     | LayersWritten
     | StepDone
     | StepFailed

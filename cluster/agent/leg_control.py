@@ -115,6 +115,9 @@ class LegControl:
             blocks = self._pushes.reserve(now_ns, grant, num_cached=len(cached), num_blocks=num_blocks)
         except (OutOfBlocksError, PushRefusedError) as error:
             self._pool.release(cached)
+            if self._pushes.is_fenced(grant.sender):
+                # Who places a request there has not heard of the fence: a coordinator that has restarted since.
+                self._messages.append(PeerFenced(peer=command.source.worker))
             self._refuse(command.attempt, str(error))
             return
         leg = self._add_leg(now_ns, command.attempt, LegKind.DECODE, Phase.RESERVED, body)
@@ -374,7 +377,7 @@ class LegControl:
         """Decode: takes the KV over, or fails closed."""
         leg = self._legs.of_push(arrived.key)
         assert leg is not None and leg.phase is Phase.RESERVED, f"a push arrived for {arrived.key}, which does not wait"
-        mismatch = mismatch_of(leg, arrived)
+        mismatch = mismatch_of(leg, arrived, self._block_size)
         if mismatch is not None:
             self._pushes.commit_failed(now_ns, arrived.key, mismatch)
             return

@@ -49,6 +49,12 @@ class AgentLimits:
     max_step_ns: int = 120 * NS_PER_S
     """A step that has not ended by then never will: the worker gives itself up, and its requests go on elsewhere."""
 
+    leave_notice_ns: int = 200_000_000
+    """A worker that is asked to stop stays so long without a push: what was placed on it meanwhile arrives within, and
+    the coordinator hears that the last one was taken over."""
+    max_leave_ns: int = 3 * NS_PER_S
+    """And so long at most; pushes that have not ended by then are computed again elsewhere."""
+
     def __post_init__(self) -> None:
         for limit in fields(self):
             if getattr(self, limit.name) < 1:

@@ -57,7 +57,8 @@ async def run_worker(
     on_closed: OnClosed | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Loads the model, registers and serves until `stop` is set; without one, until it is cancelled.
+    """Loads the model, registers and serves until `stop` is set and its pushes have ended; without one, until it is
+    cancelled.
 
     Args:
         on_ready: called once, with the token stream's address, when the coordinator has welcomed the worker.
@@ -107,6 +108,9 @@ async def _serve(
     try:
         waited: tuple[asyncio.Future[Any], ...] = (stopping, dialling, worker.ended)
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            worker.leave()
+            await asyncio.wait((dialling, worker.ended), return_when=asyncio.FIRST_COMPLETED)
     finally:
         loop.remove_reader(worker.transport.fileno())
         stopping.cancel()
@@ -144,6 +148,7 @@ class _Worker:
         self._engine_thread = engine_thread
         self._verifier = JobThread("verifier", self._loop)
         self._state = WorkerState(config, time.monotonic_ns())
+        self._is_leaving = False
         self._address = config.hello.ref.token_address
         self._on_ready = on_ready
         self._events: deque[ev.Event] = deque()
@@ -155,7 +160,8 @@ class _Worker:
         self.control = ControlClient(settings.coordinator_address, self.post)
         self.transport = TransportPort(engine.transport, engine.layout, post=self.post)
         self.ended: asyncio.Future[None] = self._loop.create_future()
-        """Raises WorkerEndedError, or what WorkerState raised, which is a bug."""
+        """Done when the worker has left as it was asked to. It raises WorkerEndedError otherwise, or what WorkerState
+        raised, which is a bug."""
 
     def close(self) -> None:
         """Nothing more is posted or carried out."""
@@ -165,6 +171,11 @@ class _Worker:
             self._timer.cancel()
         self.tokens.close()
         self._verifier.close(THREAD_STOP_TIMEOUT_S)
+
+    def leave(self) -> None:
+        """Takes nothing new; `ended` follows in WorkerState's own time."""
+        self._is_leaving = True
+        self.post(ev.LeaveRequested())
 
     def poll_transport(self) -> None:
         try:
@@ -218,7 +229,10 @@ class _Worker:
             case fx.FencePeer():
                 self.transport.fence(effect)
             case fx.Shutdown(reason=reason):
-                self._end(WorkerEndedError(reason))
+                if not self._is_leaving:
+                    self._end(WorkerEndedError(reason))
+                elif not self.ended.done():
+                    self.ended.set_result(None)
 
     # ---- threads ---------------------------------------------------------------------------------------------
 
@@ -252,7 +266,7 @@ class _Worker:
     def _verify(self, effect: fx.VerifyBlocks) -> None:
         def done(sums: list[int]) -> None:
             bad = bad_blocks(effect.block_ids, sums, effect.checksums)
-            if bad:
+            if bad and self._state.is_receiving(effect.key):  # else others may write there meanwhile
                 logger.warning("blocks %s of %s arrived corrupt", bad, effect.key)
             self.post(ev.Verified(key=effect.key, chunk=effect.chunk, bad_block_ids=bad))
 

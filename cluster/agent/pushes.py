@@ -96,6 +96,11 @@ class Pushes:
         """Whether blocks are held, reserved or quarantined for the push."""
         return key in self._sources or key in self._targets
 
+    def is_receiving(self, key: PushKey) -> bool:
+        """Whether blocks are reserved for the push, and not quarantined."""
+        target = self._targets.get(key)
+        return target is not None and not target.is_quarantined
+
     def open_keys(self) -> list[PushKey]:
         return [*self._sources, *self._targets]
 
@@ -154,7 +159,10 @@ class Pushes:
         )
         effects = self._receiver.open(now_ns, replace(grant, blocks=blocks))
         self._targets[grant.key] = _Target(blocks=blocks)
-        failure = next((effect for effect in effects if isinstance(effect, PushFailed)), None)
+        # Others fail, too, where this sender is a newer life of theirs.
+        failure = next(
+            (effect for effect in effects if isinstance(effect, PushFailed) and effect.key == grant.key), None
+        )
         self._absorb([effect for effect in effects if effect is not failure])
         if failure is not None:
             raise PushRefusedError(failure.reason)
@@ -203,6 +211,10 @@ class Pushes:
         """The latest ones, up to the limit on how many are remembered."""
         return tuple(WorkerId(peer.name, peer.incarnation) for peer in self._fenced)
 
+    def is_fenced(self, peer: PeerId) -> bool:
+        """Whether nothing of that life can land here any more, and no push of it is taken."""
+        return peer in self._fenced
+
     def connected(self, now_ns: int, peer: PeerId) -> None:
         self._absorb(self._sender.on_connected(now_ns, peer))
         self._absorb(self._receiver.on_connected(now_ns, peer))
@@ -242,6 +254,11 @@ class Pushes:
     def next_deadline_ns(self) -> int | None:
         deadlines = (self._sender.next_deadline_ns(), self._receiver.next_deadline_ns())
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    @property
+    def num_leases(self) -> int:
+        """Pushes of which anything is reserved or held here."""
+        return self._sender.num_pushes + self._receiver.num_pushes
 
     def leases(self, now_ns: int) -> tuple[LeaseInfo, ...]:
         views = [*self._sender.leases(now_ns), *self._receiver.leases(now_ns)]

@@ -46,6 +46,7 @@ from cluster.core.token_messages import Forget
 from engine.core.block_pool import BlockPool
 from engine.core.request import RequestBody
 from engine.core.scheduler import Scheduler
+from kv_transfer.protocol.messages import PushKey
 
 
 class WorkerState:
@@ -86,6 +87,9 @@ class WorkerState:
         self._refused_fronts: list[FrontId] = []
         self._step_due_ns: int | None = None
         self._shutdown_reason: str | None = None
+        self._leave_asked_ns: int | None = None
+        self._last_needed_ns = now_ns
+        """Of a worker that has been asked to leave: when it was, or when it last had a push."""
 
     # ---- the machine -----------------------------------------------------------------------------------------
 
@@ -97,7 +101,11 @@ class WorkerState:
         self._control.settle(now_ns)
         if self._shutdown_reason is not None:
             return [Shutdown(reason=self._shutdown_reason)]
-        return self._collect(now_ns)
+        effects = self._collect(now_ns)
+        if self._may_leave(now_ns):
+            self._shutdown_reason = "asked to stop"
+            effects.append(Shutdown(reason=self._shutdown_reason))
+        return effects
 
     def next_deadline_ns(self) -> int | None:
         """When a Tick is due at the latest; None while nothing is timed."""
@@ -107,6 +115,7 @@ class WorkerState:
             self._outbox.next_deadline_ns(),
             self._block_reporter.next_deadline_ns() if self._link.is_registered else None,
             self._step_due_ns,
+            self._leave_due_ns(),
         )
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
@@ -119,7 +128,8 @@ class WorkerState:
             waiting_prefill_tokens=scheduler.waiting_prefill_tokens,
             num_steps=costs.num_steps,
             step_ms_per_token=costs.prefill_token_ms,
-            decode_step_ms=costs.decode_step_ms,
+            decode_base_ms=costs.decode_base_ms,
+            decode_context_token_ms=costs.context_token_ms,
             blocks=BlockCounts(
                 total=counts.total,
                 free=counts.free,
@@ -145,6 +155,10 @@ class WorkerState:
     def is_registered(self) -> bool:
         """Whether the coordinator has welcomed this worker on its present stream."""
         return self._link.is_registered
+
+    def is_receiving(self, key: PushKey) -> bool:
+        """Whether that push goes on here: nobody else may write to its blocks, and it has not been given up."""
+        return self._pushes.is_receiving(key)
 
     def num_legs(self) -> int:
         """Attempts of which anything is held or computed here."""
@@ -203,6 +217,8 @@ class WorkerState:
             case ev.CoordinatorConnected():
                 self._link.connected()
                 self._reports.append(self._hello(now_ns))
+            case ev.LeaveRequested():
+                self._on_leave_requested(now_ns)
             case ev.CoordinatorLost():
                 self._link.lost(now_ns)
             case ev.FrontConnected(front=front):
@@ -298,6 +314,38 @@ class WorkerState:
         if self._stepper.num_failed_in_a_row >= self._config.limits.max_step_failures:
             self._shutdown_reason = f"{self._stepper.num_failed_in_a_row} steps failed in a row: {reason}"
 
+    # ---- leaving ---------------------------------------------------------------------------------------------
+
+    def _on_leave_requested(self, now_ns: int) -> None:
+        if self._leave_asked_ns is None:
+            self._leave_asked_ns = self._last_needed_ns = now_ns
+            if self._link.is_registered:
+                self._reports.append(self._heartbeat(now_ns))
+
+    def _may_leave(self, now_ns: int) -> bool:
+        """Whether nobody needs what is held here any more, or has had time enough to take it over."""
+        if self._leave_asked_ns is not None and self._pushes.num_leases:
+            self._last_needed_ns = now_ns
+        due_ns = self._leave_due_ns()
+        return due_ns is not None and now_ns >= due_ns
+
+    def _leave_due_ns(self) -> int | None:
+        if self._leave_asked_ns is None:
+            return None
+        limits = self._config.limits
+        latest_ns = self._leave_asked_ns + limits.max_leave_ns
+        return latest_ns if self._pushes.num_leases else min(latest_ns, self._last_needed_ns + limits.leave_notice_ns)
+
+    # ---- time ------------------------------------------------------------------------------------------------
+
+    def _heartbeat(self, now_ns: int) -> Heartbeat:
+        return Heartbeat(
+            load=self.load(),
+            leases=self._pushes.leases(now_ns),
+            links=self.links(),
+            is_leaving=self._leave_asked_ns is not None,
+        )
+
     def _on_tick(self, now_ns: int) -> None:
         self._pushes.tick(now_ns)
         self._outbox.expire(now_ns)
@@ -307,5 +355,4 @@ class WorkerState:
             limit_s = self._config.limits.max_step_ns / NS_PER_S
             self._shutdown_reason = f"a step has not ended in {limit_s:g} s"
         elif self._link.is_heartbeat_due(now_ns):
-            leases = self._pushes.leases(now_ns)
-            self._reports.append(Heartbeat(load=self.load(), leases=leases, links=self.links()))
+            self._reports.append(self._heartbeat(now_ns))

@@ -8,7 +8,7 @@ from cluster.core.messages import Block
 from engine.core.block_hash import extra_key, hash_blocks
 from engine.core.outcome import EmittedToken
 from engine.core.request import RequestBody
-from engine.core.sequence import SequenceMode, SequenceSpec
+from engine.core.sequence import SequenceMode, SequenceSpec, num_blocks_for
 from kv_transfer.protocol.messages import BlockGrant, FirstToken, PushArrived
 from kv_transfer.transport.base import PeerId
 
@@ -53,11 +53,14 @@ def first_token(emitted: EmittedToken) -> FirstToken:
     )
 
 
-def mismatch_of(leg: Leg, arrived: PushArrived) -> str | None:
+def mismatch_of(leg: Leg, arrived: PushArrived, block_size: int) -> str | None:
     """Why what arrived is not what this leg waits for; None if it is."""
     body = leg.body
     if arrived.num_tokens != body.num_input_tokens:
         return f"KV of {arrived.num_tokens} tokens arrived, {body.num_input_tokens} are expected"
+    num_blocks = num_blocks_for(arrived.num_tokens, block_size)
+    if arrived.num_blocks != num_blocks:  # the receiver has checked that as many came whole, and no more
+        return f"{arrived.num_blocks} blocks of KV arrived, {num_blocks} are expected"
     found = [(token.choice, token.position) for token in arrived.first_tokens]
     choices = (body.choice, *(twin.choice for twin in body.twins))
     expected = [(choice, len(body.delivered_ids)) for choice in choices]

@@ -74,7 +74,7 @@ class TransportPort:
         num_summed = len(message.summed)
         try:
             handle = self._transport.write(effect.peer, copies, encode(message), checksum=True, num_summed=num_summed)
-        except TransportError as error:
+        except (TransportError, ValueError) as error:  # the second for a grant of blocks that the peer does not have
             self._post(ev.WriteBroken(write_id=effect.write_id, quiesced=True, reason=str(error)))
             return
         self._handles[effect.write_id] = handle

@@ -34,6 +34,7 @@ class Leg:
         num_blocks, num_sequences: KV blocks it is expected to take, and sequences it runs at once; counted against the
             worker until released.
         num_unread_tokens: prompt tokens it has still to read, as far as is known; 0 once it has.
+        expected: hashes of the blocks that the prefix map expects of its worker because of it.
         unreported: whether the worker's last heartbeat left before it was told of this leg.
     """
 
@@ -45,6 +46,7 @@ class Leg:
     num_unread_tokens: int
     state: LegState = LegState.PLANNED
     unreported: bool = True
+    expected: tuple[bytes, ...] = ()
 
     @property
     def is_released(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Final
 
 NS_PER_MS: Final = 1_000_000
 NS_PER_S: Final = 1_000_000_000
+MS_PER_S: Final = 1_000
 
 HEARTBEATS_PER_TIMEOUT: Final = 5
 """A worker is given up after missing about so many heartbeats."""
@@ -41,3 +42,6 @@ MAX_WORKERS: Final = 4096
 """Workers registered at once."""
 MAX_LOST_NAMES: Final = 16_384
 """Worker names whose lost lives are remembered, so that a lost life cannot come back; the oldest are forgotten."""
+MAX_KNOWN_BLOCKS: Final = 2**21
+"""Blocks in the prefix map, each counted once for every worker that holds it, at some 150 bytes. Those beyond are not
+hit by placement, only by luck."""

@@ -90,6 +90,13 @@ class LinkTable:
     def writers(self) -> list[WorkerId]:
         return list(self._links)
 
+    def bandwidth_bytes_per_s(self, writer: WorkerId, peer: WorkerId, pools: PoolPair) -> int:
+        """Of the link, or else the median between the two pools; 0 if nothing is known."""
+        entry = self._links.get(writer, {}).get(peer)
+        if entry is not None:
+            return entry.report.bandwidth_bytes_per_s
+        return self._median(pools) if pools in self._by_pools else 0
+
     def all(self) -> tuple[Link, ...]:
         """By writer and peer."""
         links = [self._link(writer, entry) for writer, entries in self._links.items() for entry in entries.values()]

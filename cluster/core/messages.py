@@ -227,10 +227,10 @@ ToFrontMessage = FrontWelcome | Refused | Placed | AttemptFailed | EndRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """What placement needs to know; sent with the hello and with every heartbeat.
+    """What placement needs to know; sent with the hello and with every heartbeat. Costs are 0 while unmeasured.
 
-    `step_ms_per_token` is the measured cost of one prefill token, 0 while unmeasured. `prefix_query_tokens` were looked
-    up in the prefix cache since the worker's start, and `prefix_hit_tokens` of them found.
+    `step_ms_per_token` is a prompt token's; a decode step takes `decode_base_ms`, and `decode_context_token_ms` for a
+    token of context. `prefix_query_tokens` have been looked up in the prefix cache, `prefix_hit_tokens` found.
     """
 
     num_running: int = 0
@@ -238,7 +238,8 @@ class WorkerLoad:
     waiting_prefill_tokens: int = 0
     num_steps: int = 0
     step_ms_per_token: float = 0.0
-    decode_step_ms: float = 0.0
+    decode_base_ms: float = 0.0
+    decode_context_token_ms: float = 0.0
     blocks: BlockCounts = BlockCounts(total=0, free=0, active=0, cached=0, reserved=0, quarantined=0)
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -249,8 +250,7 @@ class WorkerHello:
     """A worker registers. Fields of the compatibility hash are repeated in the clear for error messages.
 
     `compatibility` must agree between all workers of a cluster (model fingerprint, dtype, block size, layout).
-    `metrics_address` is the host:port of its Prometheus page, empty if it has none.
-    `engine` says what computes the model, for people to read.
+    `metrics_address` is its Prometheus page's host:port, empty if it has none; `engine` names what computes the model.
     `epoch` is the highest that this life has seen, 0 if it has known no coordinator. `inventory` is all it has, and
     `fenced` are the lives of peers that it has cut off.
     """
@@ -279,6 +279,7 @@ class Heartbeat:
     load: WorkerLoad
     leases: tuple[LeaseInfo, ...] = ()
     links: tuple[LinkReport, ...] = ()
+    is_leaving: bool = False  # asked to stop: it ends once its pushes have, and is to get no new work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,8 +327,7 @@ class ReserveRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillDone:
-    """Prefill drew the first token of each answer. `outcome` is set where they end the request: decode's leg is
-    cancelled."""
+    """Prefill drew the first token of each answer. Where they end the request `outcome` is set; decode's is void."""
 
     attempt: AttemptId
     outcome: Outcome | None

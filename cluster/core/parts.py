@@ -11,6 +11,7 @@ from cluster.core.leases import LeaseLedger
 from cluster.core.limits import NS_PER_S
 from cluster.core.links import LinkTable
 from cluster.core.outbox import Outbox
+from cluster.core.prefix_map import PrefixMap
 from cluster.core.queue import RequestQueue
 from cluster.core.rebuild import RebuildWindow
 from cluster.core.requests import RequestTable
@@ -30,10 +31,12 @@ class Parts:
     attempts: AttemptTable = field(default_factory=AttemptTable)
     leases: LeaseLedger = field(default_factory=LeaseLedger)
     links: LinkTable = field(default_factory=LinkTable)
+    prefixes: PrefixMap = field(default_factory=PrefixMap)
     timers: Timers = field(default_factory=Timers)
     rebuild: RebuildWindow = field(default_factory=RebuildWindow)
     fronts: dict[str, FrontId] = field(default_factory=dict)
     num_leases_made: int = 0
+    num_draws: int = 0
 
     @staticmethod
     def make(config: ClusterConfig, epoch: int) -> Parts:
@@ -48,6 +51,11 @@ class Parts:
         """Unique among all lives of the coordinator, and rising."""
         self.num_leases_made += 1
         return self.outbox.epoch << 32 | self.num_leases_made
+
+    def next_seed(self) -> int:
+        """Another one for each decision that draws workers."""
+        self.num_draws += 1
+        return self.num_draws
 
     @property
     def heartbeat_timeout_ns(self) -> int:

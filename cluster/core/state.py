@@ -70,8 +70,8 @@ class ClusterState:
         self._now_ns = 0
 
     def handle(self, now_ns: int, event: Event) -> list[Effect]:
-        """Takes in one event. `now_ns` never falls. Costs O(workers) for each request placed, and for each event while
-        requests wait."""
+        """Takes in one event. `now_ns` never falls. Whatever it decides, it looks at a few workers and at as
+        many hashes of a prompt as are held somewhere, at each event while requests wait."""
         assert now_ns >= self._now_ns, "time runs backwards"
         self._now_ns = now_ns
         parts = self._parts
@@ -126,6 +126,7 @@ class ClusterState:
             parts.leases,
             parts.links,
             parts.rebuild,
+            parts.prefixes,
             parts.timers,
         ):
             part.check_invariants()
@@ -134,6 +135,7 @@ class ClusterState:
         self._check_leases()
         self._check_timers()
         assert all(parts.workers.get(writer) is not None for writer in parts.links.writers()), "a lost worker's link"
+        assert parts.prefixes.lives() == [worker.id for worker in parts.workers.all()], "blocks of a lost worker"
 
     def _from_front(self, now_ns: int, front: FrontId, message: FrontMessage) -> None:
         parts = self._parts
@@ -221,6 +223,8 @@ class ClusterState:
                 assert attempt.is_current or leg.state is not LegState.ACTIVE, f"{leg} was not told to stop"
         for worker in parts.workers.all():
             assert all(parts.attempts.get(attempt_id) is not None for attempt_id in worker.legs)
+            because = [leg.expected for leg in worker.legs.values() if not leg.is_released]
+            assert parts.prefixes.expected_of(worker.id) <= set().union(*because), "blocks expected of nobody"
 
     def _check_leases(self) -> None:
         parts = self._parts

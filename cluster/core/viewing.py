@@ -125,6 +125,6 @@ def _view_worker(parts: Parts, worker: Worker, now_ns: int) -> WorkerView:
         metrics_address=hello.metrics_address,
         silent_ms=silent_ns // NS_PER_MS,
         num_legs=worker.num_legs,
-        num_known_blocks=worker.known_blocks.num_blocks,
+        num_known_blocks=parts.prefixes.num_blocks_of(worker.id),
         load=worker.load,
     )

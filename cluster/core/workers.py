@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.core.attempts import Leg, LegState
 from cluster.core.config import ClusterConfig, PoolConfig
 from cluster.core.ids import AttemptId, Role, WorkerId
-from cluster.core.known_blocks import KnownBlocks
 from cluster.core.limits import MAX_LOST_NAMES, MAX_WORKERS
 from cluster.core.messages import WorkerHello, WorkerLoad
 
 
 @dataclass(slots=True, kw_only=True)
 class Worker:
-    """One registered life of a worker. Read by placement as `cluster.policy.placement.WorkerLike`.
+    """One registered life of a worker. Read by placement as `cluster.policy.costs.WorkerLike`.
 
     `legs` has every leg here of an attempt that is not over; the counts are of those not released. What placement
-    counts with is the coordinator's own book-keeping: exact at once, where a heartbeat comes late. `known_blocks` are
-    those that prompts can hit there.
+    counts with is the coordinator's own book-keeping: exact at once, where a heartbeat comes late.
     """
 
     hello: WorkerHello
@@ -26,12 +25,13 @@ class Worker:
     load: WorkerLoad
     last_heard_ns: int
     legs: dict[AttemptId, Leg] = field(default_factory=dict)
-    known_blocks: KnownBlocks = field(default_factory=KnownBlocks)
     num_legs: int = 0
     num_sequences: int = 0
     num_promised_blocks: int = 0
     num_unread_tokens: int = 0
     num_unreported_tokens: int = 0
+    is_leaving: bool = False
+    num_given_tokens: int = 0
 
     @property
     def id(self) -> WorkerId:
@@ -40,6 +40,14 @@ class Worker:
     @property
     def role(self) -> Role:
         return self.hello.role
+
+    @property
+    def pool_name(self) -> str:
+        return self.pool.name
+
+    @property
+    def block_size_bytes(self) -> int:
+        return self.hello.block_size_bytes
 
     @property
     def num_total_blocks(self) -> int:
@@ -58,6 +66,14 @@ class Worker:
         return self.load.step_ms_per_token
 
     @property
+    def decode_base_ms(self) -> float:
+        return self.load.decode_base_ms
+
+    @property
+    def decode_context_token_ms(self) -> float:
+        return self.load.decode_context_token_ms
+
+    @property
     def backlog_tokens(self) -> int:
         """Prompt tokens to be read here before a new prompt's.
 
@@ -73,6 +89,7 @@ class Worker:
         self.num_promised_blocks += leg.num_blocks
         self.num_unread_tokens += leg.num_unread_tokens
         self.num_unreported_tokens += leg.num_unread_tokens
+        self.num_given_tokens += leg.num_unread_tokens
 
     def mark_read(self, leg: Leg) -> None:
         """The leg's prompt has been read, or never will be."""
@@ -106,17 +123,22 @@ class Worker:
         assert self.num_unread_tokens == sum(leg.num_unread_tokens for leg in held)
         assert self.num_unreported_tokens == sum(leg.num_unread_tokens for leg in held if leg.unreported)
         assert all(leg.worker == self.id for leg in self.legs.values())
-        self.known_blocks.check_invariants()
 
 
 class WorkerRegistry:
-    """Registered lives by name, at most one a name, and for each name the newest life that was lost."""
+    """Registered lives by name, at most one a name, and for each name the newest life that was lost.
+
+    `max_model_tokens` is the longest prompt and answer that all of them take, `max_decode_blocks` the size of the
+    largest decode worker; None while there is none.
+    """
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
         self._by_name: dict[str, Worker] = {}
-        self._by_role: dict[Role, dict[str, Worker]] = {role: {} for role in Role}
+        self._by_role: dict[Role, list[Worker]] = {role: [] for role in Role}
         self._lost: dict[str, int] = {}
+        self.max_model_tokens: int | None = None
+        self.max_decode_blocks: int | None = None
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -129,8 +151,8 @@ class WorkerRegistry:
     def named(self, name: str) -> Worker | None:
         return self._by_name.get(name)
 
-    def with_role(self, role: Role) -> dict[str, Worker]:
-        """By name; not to be changed."""
+    def with_role(self, role: Role) -> Sequence[Worker]:
+        """Those that may be given work, in order of registration; valid until one registers, retires or is lost."""
         return self._by_role[role]
 
     def all(self) -> tuple[Worker, ...]:
@@ -162,8 +184,14 @@ class WorkerRegistry:
         assert pool is not None and hello.ref.worker.name not in self._by_name
         worker = Worker(hello=hello, pool=pool, load=hello.load, last_heard_ns=now_ns)
         self._by_name[worker.id.name] = worker
-        self._by_role[worker.role][worker.id.name] = worker
+        self._by_role[worker.role].append(worker)
+        self._update_limits()
         return worker
+
+    def retire(self, worker: Worker) -> None:
+        """It is about to leave: from now on nothing is placed on it, and what it has goes on."""
+        worker.is_leaving = True
+        self._take_from_role(worker)
 
     def lose(self, worker_id: WorkerId) -> Worker | None:
         """Marks that life as lost for good and removes it. Returns it if it was registered."""
@@ -174,16 +202,27 @@ class WorkerRegistry:
         worker = self.get(worker_id)
         if worker is not None:
             del self._by_name[worker_id.name]
-            del self._by_role[worker.role][worker_id.name]
+            self._take_from_role(worker)
         return worker
 
     def check_invariants(self) -> None:
-        assert len(self._by_name) == sum(len(workers) for workers in self._by_role.values())
+        num_leaving = sum(worker.is_leaving for worker in self._by_name.values())
+        assert len(self._by_name) == num_leaving + sum(len(workers) for workers in self._by_role.values())
         for name, worker in self._by_name.items():
             assert worker.id.name == name
-            assert self._by_role[worker.role].get(name) is worker
+            assert any(other is worker for other in self._by_role[worker.role]) is not worker.is_leaving
             assert not self.is_lost(worker.id) or self._lost[name] > worker.id.incarnation
             worker.check_invariants()
+
+    def _take_from_role(self, worker: Worker) -> None:
+        self._by_role[worker.role] = [other for other in self._by_role[worker.role] if other is not worker]
+        self._update_limits()
+
+    def _update_limits(self) -> None:
+        """Workers come and go rarely, and requests ask often."""
+        self.max_model_tokens = min((worker.hello.max_model_tokens for worker in self._by_name.values()), default=None)
+        decode = self._by_role[Role.DECODE]
+        self.max_decode_blocks = max((worker.hello.load.blocks.total for worker in decode), default=None)
 
     def _pool_refusal(self, hello: WorkerHello) -> str | None:
         pool = self._config.pool(hello.pool)

@@ -8,7 +8,7 @@ from typing import Final
 
 from cluster.core.ids import Outcome
 from cluster.core.limits import MAX_CHOICES
-from cluster.policy.placement import WorkerLike, mean_ms_per_token
+from cluster.policy.costs import WorkerLike, mean_ms_per_token
 
 MIN_RETRY_AFTER_MS: Final = 100
 MAX_RETRY_AFTER_MS: Final = 60_000
@@ -40,7 +40,7 @@ class Situation:
         num_live, max_live: requests known in all, and the most that may be.
         max_model_tokens: the longest prompt and answer any worker takes, None while unknown.
         max_prompt_blocks: blocks of the largest decode worker, None while there is none. block_size: their tokens.
-        readers: the workers that read prompts.
+        num_readers: workers that read prompts. readers: some of them, to judge all by.
     """
 
     num_queued: int
@@ -51,6 +51,7 @@ class Situation:
     max_model_tokens: int | None
     max_prompt_blocks: int | None
     block_size: int
+    num_readers: int
     readers: Sequence[WorkerLike]
 
 
@@ -126,7 +127,7 @@ def _too_slow(arrival: Arrival, situation: Situation) -> Refuse | None:
 def _queue_wait_ms(situation: Situation) -> float | None:
     """Time to read all that wait, shared among the readers; None while nothing is measured."""
     ms_per_token = mean_ms_per_token(situation.readers)
-    return None if ms_per_token is None else situation.num_queued_tokens * ms_per_token / len(situation.readers)
+    return None if ms_per_token is None else situation.num_queued_tokens * ms_per_token / situation.num_readers
 
 
 def _bounded_ms(wait_ms: float) -> int:

@@ -41,6 +41,7 @@ class FaultInjector:
         self._cluster = cluster
         self._begin: dict[FaultKind, Callable[[Fault], Callable[[], None] | None]] = {
             FaultKind.CRASH: self._crash,
+            FaultKind.LEAVE: self._leave,
             FaultKind.PAUSE: self._pause,
             FaultKind.TWIN: self._twin,
             FaultKind.CUT: self._cut,
@@ -71,6 +72,13 @@ class FaultInjector:
         self._cluster.hold_down(fault.target, fault.at_ns + fault.duration_ns)
         if process is not None:
             process.exit("crashed")
+
+    def _leave(self, fault: Fault) -> None:
+        """SIGTERM to a worker; it is away for the duration, or until it has left."""
+        node = self._cluster.worker(fault.target)
+        self._cluster.hold_down(fault.target, fault.at_ns + fault.duration_ns)
+        if node is not None:
+            node.leave()
 
     def _pause(self, fault: Fault) -> Callable[[], None] | None:
         """SIGSTOP, and SIGCONT when the duration is over, unless it has been killed meanwhile."""

@@ -48,6 +48,7 @@ class FaultKind(Enum):
     """See `cluster.sim.faults` for what each does with target, other, duration and amount."""
 
     CRASH = "crash"
+    LEAVE = "leave"
     PAUSE = "pause"
     TWIN = "twin"
     CUT = "cut"

@@ -55,6 +55,8 @@ class WorkerNode:
         self.worker: WorkerId = config.hello.ref.worker
         self.state = WorkerState(config, process.now_ns())
         self.faults = EngineFaults()
+        self.busy_ns = 0
+        """What its steps have taken."""
         rubbish = random.getrandbits(60)
         self.memory = KVMemory(config.num_blocks, config.hello.block_size, rubbish, config.num_layers)
         self._network = network
@@ -129,6 +131,7 @@ class WorkerNode:
         waits for layers, they are written one group after the other. A step may fail anywhere among them."""
         plan, marks = effect.plan, effect.layer_marks
         duration_ns = int(self._cost.duration_ns(plan) * self.faults.slowness * (0.9 + 0.2 * self._random.random()))
+        self.busy_ns += duration_ns
         run = StepRun(plan, self.memory, self._random.randrange(self._num_variants))
         fails = self.faults.num_steps_to_fail > 0
         if fails:
@@ -164,6 +167,10 @@ class WorkerNode:
             self.handle(events.Verified(key=effect.key, chunk=effect.chunk, bad_block_ids=bad))
 
         self.process.after(int(self._random.random() * MAX_VERIFY_NS), sum_blocks)
+
+    def leave(self) -> None:
+        """SIGTERM."""
+        self.process.deliver(lambda: self.handle(events.LeaveRequested()))
 
     # ---- the state machine ------------------------------------------------------------------------------------
 

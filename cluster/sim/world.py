@@ -30,11 +30,14 @@ COORDINATOR = "coordinator"
 
 
 class World:
-    """Everything of one history. `check_every`: invariants are checked after every so-many-th event of a machine."""
+    """Everything of one history.
 
-    def __init__(self, scenario: Scenario, *, trace: Trace, check_every: int) -> None:
+    `check_every`: invariants are checked after every so-many-th event of a machine. `max_events`: bring it to rest.
+    """
+
+    def __init__(self, scenario: Scenario, *, trace: Trace, check_every: int, max_events: int = MAX_EVENTS) -> None:
         self.scenario = scenario
-        self.kernel = Kernel(scenario.seed, max_events=MAX_EVENTS, trace=trace)
+        self.kernel = Kernel(scenario.seed, max_events=max_events, trace=trace)
         self.network = Network(self.kernel)
         self.fabric = Fabric(self.kernel, self.network, scenario.family, ns_per_byte=scenario.link_ns_per_byte)
         self.clients: list[Client] = []

@@ -77,6 +77,9 @@ class Backend(Protocol):
     def select_rows(self, source_NX: torch.Tensor, target_NX: torch.Tensor) -> None:
         """target[r] = source[rows_R[r]], for r < R; any dtype, the same of both. They must not overlap."""
 
+    def place_rows(self, source_NX: torch.Tensor, target_NX: torch.Tensor) -> None:
+        """target[rows_R[r]] = source[r], for r < R: the reverse of `select_rows`."""
+
     def add_norm(
         self,
         x_NE: torch.Tensor | None,
@@ -103,6 +106,21 @@ class Backend(Protocol):
         largest logits would often tie.
         """
 
+    def gated_linear(
+        self,
+        x_NI: torch.Tensor,
+        weight_XI: torch.Tensor,
+        bias_X: torch.Tensor | None,
+        activation: Activation,
+        out_NF: torch.Tensor,
+        rows: Rows,
+    ) -> None:
+        """out = activation(gate) * up, where x weight^T + bias is [N, 2F]: gate, then up.
+
+        In one operation, so that the native kernels need not write and read what is between: they compute all of it in
+        float32, and round once.
+        """
+
     def rotary_write(
         self,
         qkv_NX: torch.Tensor,
@@ -120,18 +138,20 @@ class Backend(Protocol):
         """
 
     def attend(
-        self, qkv_NX: torch.Tensor, layer_BKCSD: torch.Tensor, scale: float, window: int, out_NX: torch.Tensor
+        self,
+        qkv_NX: torch.Tensor,
+        layer_BKCSD: torch.Tensor,
+        scale: float,
+        window: int,
+        out_NX: torch.Tensor,
+        rows: Rows = Rows.TOKENS,
     ) -> None:
-        """Causal attention of the (rotated) queries in qkv over the pool, into out [N, H * D].
+        """Causal attention of the (rotated) queries in qkv over the pool, into out [N, H * D]: a row a token.
 
         A token sees itself and the window - 1 positions before it; all before it if window is 0. The step's own keys
-        and values must lie in the pool already.
+        and values must lie in the pool already. With Rows.SELECTED only the rows rows_R of out are wanted: what stands
+        in the others afterwards is undefined, as the queries of their tokens may be.
         """
-
-    def gated_activation(
-        self, gate_up_NX: torch.Tensor, activation: Activation, out_NF: torch.Tensor, rows: Rows
-    ) -> None:
-        """out = activation(gate) * up, where gate_up is [N, 2F]: gate, then up."""
 
     def argmax(self, logits_RV: torch.Tensor) -> tuple[list[int], list[float]]:
         """For each row of contiguous float32 [R, V]: the index of the largest element, the lowest if several, and it.

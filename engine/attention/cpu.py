@@ -102,19 +102,14 @@ class NativeCpuBackend:
         self._add(OpKind.EMBED, args, table_VE, residual_NE)
 
     def select_rows(self, source_NX: torch.Tensor, target_NX: torch.Tensor) -> None:
-        assert source_NX.stride(1) == target_NX.stride(1) == 1
-        assert source_NX.dtype == target_NX.dtype and source_NX.shape[1] == target_NX.shape[1]
         self._limit(Rows.TOKENS, source_NX)
         self._limit(Rows.SELECTED, target_NX)
-        item_size_bytes = source_NX.element_size()
-        args = structs.SelectRowsStruct(
-            source=source_NX.data_ptr(),
-            target=target_NX.data_ptr(),
-            source_stride_bytes=source_NX.stride(0) * item_size_bytes,
-            target_stride_bytes=target_NX.stride(0) * item_size_bytes,
-            row_size_bytes=source_NX.shape[1] * item_size_bytes,
-        )
-        self._add(OpKind.SELECT_ROWS, args, source_NX, target_NX)
+        self._add(OpKind.SELECT_ROWS, _row_copies(source_NX, target_NX), source_NX, target_NX)
+
+    def place_rows(self, source_NX: torch.Tensor, target_NX: torch.Tensor) -> None:
+        self._limit(Rows.SELECTED, source_NX)
+        self._limit(Rows.TOKENS, target_NX)
+        self._add(OpKind.PLACE_ROWS, _row_copies(source_NX, target_NX), source_NX, target_NX)
 
     def add_norm(
         self,
@@ -148,25 +143,51 @@ class NativeCpuBackend:
     def linear(
         self, x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, out_NO: torch.Tensor, rows: Rows
     ) -> None:
-        num_outputs, num_inputs = weight_OI.shape
-        _check_matrix(weight_OI)
-        assert x_NI.stride(1) == out_NO.stride(1) == 1 and x_NI.dtype == weight_OI.dtype
-        assert x_NI.shape[1] == num_inputs and out_NO.shape[1] == num_outputs
-        _check_float32_vectors(num_outputs, bias_O)
+        self._add_product(x_NI, weight_OI, bias_O, structs.NO_ACTIVATION, out_NO, rows)
+
+    def gated_linear(
+        self,
+        x_NI: torch.Tensor,
+        weight_XI: torch.Tensor,
+        bias_X: torch.Tensor | None,
+        activation: Activation,
+        out_NF: torch.Tensor,
+        rows: Rows,
+    ) -> None:
+        self._add_product(x_NI, weight_XI, bias_X, _ACTIVATIONS[activation], out_NF, rows)
+
+    def _add_product(
+        self,
+        x_NI: torch.Tensor,
+        weight_XI: torch.Tensor,
+        bias_X: torch.Tensor | None,
+        activation: int,
+        out_NO: torch.Tensor,
+        rows: Rows,
+    ) -> None:
+        """With an activation the weight has two rows an output, else one."""
+        num_weight_rows, num_inputs = weight_XI.shape
+        num_outputs = out_NO.shape[1]
+        _check_matrix(weight_XI)
+        assert x_NI.stride(1) == out_NO.stride(1) == 1 and x_NI.dtype == weight_XI.dtype
+        assert x_NI.shape[1] == num_inputs
+        assert num_weight_rows == (num_outputs if activation == structs.NO_ACTIVATION else 2 * num_outputs)
+        _check_float32_vectors(num_weight_rows, bias_X)
         args = structs.LinearStruct(
             num_rows=self._limit(rows, out_NO, x_NI),
             x=x_NI.data_ptr(),
-            weight=weight_OI.data_ptr(),
-            bias=_address(bias_O),
+            weight=weight_XI.data_ptr(),
+            bias=_address(bias_X),
             out=out_NO.data_ptr(),
             x_stride=x_NI.stride(0),
             out_stride=out_NO.stride(0),
             num_inputs=num_inputs,
             num_outputs=num_outputs,
-            dtype=_DTYPES[weight_OI.dtype],
+            dtype=_DTYPES[weight_XI.dtype],
             out_dtype=_DTYPES[out_NO.dtype],
+            activation=activation,
         )
-        self._add(OpKind.LINEAR, args, x_NI, weight_OI, bias_O, out_NO)
+        self._add(OpKind.LINEAR, args, x_NI, weight_XI, bias_X, out_NO)
 
     def rotary_write(
         self,
@@ -198,7 +219,13 @@ class NativeCpuBackend:
         self._add(OpKind.ROTARY_WRITE, args, qkv_NX, cos_sin_PD, q_norm_D, k_norm_D, layer_BKCSD)
 
     def attend(
-        self, qkv_NX: torch.Tensor, layer_BKCSD: torch.Tensor, scale: float, window: int, out_NX: torch.Tensor
+        self,
+        qkv_NX: torch.Tensor,
+        layer_BKCSD: torch.Tensor,
+        scale: float,
+        window: int,
+        out_NX: torch.Tensor,
+        rows: Rows = Rows.TOKENS,
     ) -> None:
         kv = _layer_struct(layer_BKCSD)
         num_heads = out_NX.shape[1] // kv.head_dim
@@ -215,23 +242,9 @@ class NativeCpuBackend:
             num_heads=num_heads,
             window=window,
             scale=scale,
+            selected_only=rows is Rows.SELECTED,
         )
         self._add(OpKind.ATTENTION, args, qkv_NX, layer_BKCSD, out_NX)
-
-    def gated_activation(
-        self, gate_up_NX: torch.Tensor, activation: Activation, out_NF: torch.Tensor, rows: Rows
-    ) -> None:
-        _check_matrix(gate_up_NX, out_NF)
-        assert gate_up_NX.dtype == out_NF.dtype and gate_up_NX.shape[1] == 2 * out_NF.shape[1]
-        args = structs.GatedActivationStruct(
-            num_rows=self._limit(rows, out_NF, gate_up_NX),
-            gate_up=gate_up_NX.data_ptr(),
-            out=out_NF.data_ptr(),
-            size=out_NF.shape[1],
-            dtype=_DTYPES[out_NF.dtype],
-            activation=_ACTIVATIONS[activation],
-        )
-        self._add(OpKind.GATED_ACTIVATION, args, gate_up_NX, out_NF)
 
     def argmax(self, logits_RV: torch.Tensor) -> tuple[list[int], list[float]]:
         assert self._recording is None
@@ -312,6 +325,19 @@ def _check_matrix(*tensors: torch.Tensor) -> None:
 def _check_float32_vectors(size: int, *tensors: torch.Tensor | None) -> None:
     for tensor in tensors:
         assert tensor is None or (tensor.dtype == torch.float32 and tensor.shape == (size,) and tensor.is_contiguous())
+
+
+def _row_copies(source_NX: torch.Tensor, target_NX: torch.Tensor) -> structs.SelectRowsStruct:
+    assert source_NX.stride(1) == target_NX.stride(1) == 1
+    assert source_NX.dtype == target_NX.dtype and source_NX.shape[1] == target_NX.shape[1]
+    item_size_bytes = source_NX.element_size()
+    return structs.SelectRowsStruct(
+        source=source_NX.data_ptr(),
+        target=target_NX.data_ptr(),
+        source_stride_bytes=source_NX.stride(0) * item_size_bytes,
+        target_stride_bytes=target_NX.stride(0) * item_size_bytes,
+        row_size_bytes=source_NX.shape[1] * item_size_bytes,
+    )
 
 
 def _layer_struct(layer_BKCSD: torch.Tensor) -> structs.KVLayerStruct:

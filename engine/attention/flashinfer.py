@@ -146,6 +146,11 @@ class FlashInferBackend:
         count = self._num_rows(Rows.SELECTED, target_NX)
         torch.index_select(source_NX, 0, self._step().inputs.rows_R, out=target_NX[:count])
 
+    def place_rows(self, source_NX: torch.Tensor, target_NX: torch.Tensor) -> None:
+        count = self._num_rows(Rows.SELECTED, source_NX)
+        # Where a padded batch names a row twice, both copies are the same.
+        target_NX.index_copy_(0, self._step().inputs.rows_R, source_NX[:count])
+
     def add_norm(
         self,
         x_NE: torch.Tensor | None,
@@ -167,16 +172,24 @@ class FlashInferBackend:
         self, x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, out_NO: torch.Tensor, rows: Rows
     ) -> None:
         count = self._num_rows(rows, out_NO)
-        x_NI, out_NO = x_NI[:count], out_NO[:count]
-        if out_NO.dtype != x_NI.dtype:
-            self.device.wide_product(x_NI, weight_OI, out_NO)
-            if bias_O is not None:
-                out_NO.add_(bias_O)
-        elif bias_O is None:
-            torch.mm(x_NI, weight_OI.t(), out=out_NO)
-        else:
-            # In the factors' dtype, so that it is added to the float32 sum and rounding happens once.
-            torch.addmm(bias_O.to(x_NI.dtype), x_NI, weight_OI.t(), out=out_NO)
+        self._multiply(x_NI[:count], weight_OI, bias_O, out_NO[:count])
+
+    def gated_linear(
+        self,
+        x_NI: torch.Tensor,
+        weight_XI: torch.Tensor,
+        bias_X: torch.Tensor | None,
+        activation: Activation,
+        out_NF: torch.Tensor,
+        rows: Rows,
+    ) -> None:
+        count = self._num_rows(rows, out_NF)
+        if count == 0:
+            return  # an expert without tokens: a kernel cannot be launched over nothing
+        gate_up_NX = x_NI.new_empty(count, len(weight_XI))
+        self._multiply(x_NI[:count], weight_XI, bias_X, gate_up_NX)
+        function = self._library.silu_and_mul if activation == "silu" else self._library.gelu_tanh_and_mul
+        function(gate_up_NX, out=out_NF[:count])
 
     def rotary_write(
         self,
@@ -199,8 +212,15 @@ class FlashInferBackend:
         layer_BKCSD[inputs.blocks_T, :, :, inputs.offsets_T] = kv_TKCD
 
     def attend(
-        self, qkv_NX: torch.Tensor, layer_BKCSD: torch.Tensor, scale: float, window: int, out_NX: torch.Tensor
+        self,
+        qkv_NX: torch.Tensor,
+        layer_BKCSD: torch.Tensor,
+        scale: float,
+        window: int,
+        out_NX: torch.Tensor,
+        rows: Rows = Rows.TOKENS,
     ) -> None:
+        # Of all tokens, whatever the rows: the step's attention is planned once for all layers.
         count = self._num_rows(Rows.TOKENS, out_NX)
         _, num_kv_heads, _, block_size, head_dim = layer_BKCSD.shape
         q_TX, _, _ = _split(qkv_NX[:count], layer_BKCSD)
@@ -216,19 +236,23 @@ class FlashInferBackend:
         )
         self._attention.run(q_THD, layer_BKCSD, shape, out_NX[:count].view(q_THD.shape))
 
-    def gated_activation(
-        self, gate_up_NX: torch.Tensor, activation: Activation, out_NF: torch.Tensor, rows: Rows
-    ) -> None:
-        count = self._num_rows(rows, out_NF)
-        if count == 0:
-            return  # an expert without tokens: a kernel cannot be launched over nothing
-        function = self._library.silu_and_mul if activation == "silu" else self._library.gelu_tanh_and_mul
-        function(gate_up_NX[:count], out=out_NF[:count])
-
     def argmax(self, logits_RV: torch.Tensor) -> tuple[list[int], list[float]]:
         largest_R, indices_R = logits_RV.max(dim=-1)  # the first index among equals
         indices, largest = torch.stack([indices_R.double(), largest_R.double()]).tolist()
         return [int(index) for index in indices], largest
+
+    def _multiply(
+        self, x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, out_NO: torch.Tensor
+    ) -> None:
+        if out_NO.dtype != x_NI.dtype:
+            self.device.wide_product(x_NI, weight_OI, out_NO)
+            if bias_O is not None:
+                out_NO.add_(bias_O)
+        elif bias_O is None:
+            torch.mm(x_NI, weight_OI.t(), out=out_NO)
+        else:
+            # In the factors' dtype, so that it is added to the float32 sum and rounding happens once.
+            torch.addmm(bias_O.to(x_NI.dtype), x_NI, weight_OI.t(), out=out_NO)
 
     def _step(self) -> _RunningStep:
         assert self._running is not None, "no step is running"

@@ -7,7 +7,7 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
 FLOAT32, BFLOAT16 = 0, 1
-SILU, GELU_TANH = 0, 1
+NO_ACTIVATION, SILU, GELU_TANH = 0, 1, 2
 
 
 class OpKind(IntEnum):
@@ -17,8 +17,8 @@ class OpKind(IntEnum):
     LINEAR = 3
     ROTARY_WRITE = 4
     ATTENTION = 5
-    GATED_ACTIVATION = 6
-    ARGMAX = 7
+    ARGMAX = 6
+    PLACE_ROWS = 7
 
 
 class OpStruct(ctypes.Structure):
@@ -102,6 +102,7 @@ class LinearStruct(ctypes.Structure):
         ("num_outputs", c_int32),
         ("dtype", c_int32),
         ("out_dtype", c_int32),
+        ("activation", c_int32),
     ]
 
 
@@ -128,17 +129,7 @@ class AttentionStruct(ctypes.Structure):
         ("num_heads", c_int32),
         ("window", c_int32),
         ("scale", c_float),
-    ]
-
-
-class GatedActivationStruct(ctypes.Structure):
-    _fields_ = [
-        ("num_rows", c_void_p),
-        ("gate_up", c_void_p),
-        ("out", c_void_p),
-        ("size", c_int32),
-        ("dtype", c_int32),
-        ("activation", c_int32),
+        ("selected_only", c_int32),
     ]
 
 

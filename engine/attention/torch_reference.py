@@ -65,6 +65,10 @@ class TorchReferenceBackend:
         rows_R = self._running().rows_R.to(source_NX.device)
         target_NX[: len(rows_R)] = source_NX[rows_R]
 
+    def place_rows(self, source_NX: torch.Tensor, target_NX: torch.Tensor) -> None:
+        rows_R = self._running().rows_R.to(source_NX.device)
+        target_NX[rows_R] = source_NX[: len(rows_R)]
+
     def add_norm(
         self,
         x_NE: torch.Tensor | None,
@@ -86,13 +90,26 @@ class TorchReferenceBackend:
         self, x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, out_NO: torch.Tensor, rows: Rows
     ) -> None:
         count = self._num_rows(rows, out_NO)
-        num_outputs, num_inputs = weight_OI.shape
-        wide_NI = x_NI[:count].float()
-        piece_size = max(1, _WIDENED_ELEMENTS // num_inputs)
-        for begin in range(0, num_outputs, piece_size):
-            piece = slice(begin, begin + piece_size)
-            product_NO = wide_NI @ weight_OI[piece].float().T
-            out_NO[:count, piece] = product_NO if bias_O is None else product_NO + bias_O[piece]
+        _multiply(x_NI[:count], weight_OI, bias_O, out_NO[:count])
+
+    def gated_linear(
+        self,
+        x_NI: torch.Tensor,
+        weight_XI: torch.Tensor,
+        bias_X: torch.Tensor | None,
+        activation: Activation,
+        out_NF: torch.Tensor,
+        rows: Rows,
+    ) -> None:
+        count = self._num_rows(rows, out_NF)
+        gate_up_NX = torch.empty(count, len(weight_XI), device=x_NI.device)
+        _multiply(x_NI[:count], weight_XI, bias_X, gate_up_NX)
+        gate_NF, up_NF = gate_up_NX.chunk(2, dim=-1)
+        if activation == "silu":
+            activated_NF = torch.nn.functional.silu(gate_NF)
+        else:
+            activated_NF = torch.nn.functional.gelu(gate_NF, approximate="tanh")
+        out_NF[:count] = activated_NF * up_NF
 
     def rotary_write(
         self,
@@ -115,8 +132,15 @@ class TorchReferenceBackend:
         layer_BKCSD[blocks_T, :, 1, offsets_T] = v_TKD
 
     def attend(
-        self, qkv_NX: torch.Tensor, layer_BKCSD: torch.Tensor, scale: float, window: int, out_NX: torch.Tensor
+        self,
+        qkv_NX: torch.Tensor,
+        layer_BKCSD: torch.Tensor,
+        scale: float,
+        window: int,
+        out_NX: torch.Tensor,
+        rows: Rows = Rows.TOKENS,
     ) -> None:
+        # Of all tokens, whatever the rows.
         batch = self._running()
         q_THD, _, _ = _split_heads(qkv_NX[: batch.num_tokens], layer_BKCSD)
         out_THD = out_NX[: batch.num_tokens].view(q_THD.shape)
@@ -125,17 +149,6 @@ class TorchReferenceBackend:
             context_start = int(batch.context_starts_S[sequence])
             k_PKD, v_PKD = _gather(layer_BKCSD, batch, sequence, context_start + end - begin)
             out_THD[begin:end] = _attend_sequence(q_THD[begin:end], k_PKD, v_PKD, context_start, scale, window)
-
-    def gated_activation(
-        self, gate_up_NX: torch.Tensor, activation: Activation, out_NF: torch.Tensor, rows: Rows
-    ) -> None:
-        count = self._num_rows(rows, out_NF)
-        gate_NF, up_NF = gate_up_NX[:count].float().chunk(2, dim=-1)
-        if activation == "silu":
-            activated_NF = torch.nn.functional.silu(gate_NF)
-        else:
-            activated_NF = torch.nn.functional.gelu(gate_NF, approximate="tanh")
-        out_NF[:count] = activated_NF * up_NF
 
     def argmax(self, logits_RV: torch.Tensor) -> tuple[list[int], list[float]]:
         largest_R, indices_R = logits_RV.max(dim=-1)  # the first index among equals
@@ -161,6 +174,16 @@ class _EagerStep:
 
     def run(self, batch: StepBatch, on_layer_written: LayerWritten | None = None) -> None:
         self._backend.run(self._body, batch, on_layer_written)
+
+
+def _multiply(x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, out_NO: torch.Tensor) -> None:
+    num_outputs, num_inputs = weight_OI.shape
+    wide_NI = x_NI.float()
+    piece_size = max(1, _WIDENED_ELEMENTS // num_inputs)
+    for begin in range(0, num_outputs, piece_size):
+        piece = slice(begin, begin + piece_size)
+        product_NO = wide_NI @ weight_OI[piece].float().T
+        out_NO[:, piece] = product_NO if bias_O is None else product_NO + bias_O[piece]
 
 
 def _rms_norm(x_NE: torch.Tensor, norm_E: torch.Tensor, eps: float) -> torch.Tensor:

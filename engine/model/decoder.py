@@ -118,7 +118,8 @@ class DecoderModel:
             self._attention(index, buffers, is_first=index == 0, x_norm_E=x_norm_E)
             rows, residual_NE, attended_NX = Rows.TOKENS, buffers.residual_NE, buffers.attended_NX
             if index == config.num_layers - 1:
-                # The rest is a matter of each row alone, so that only the wanted ones need it.
+                # The rest is a matter of each row alone, so that only the wanted ones need it (as they alone needed
+                # queries).
                 rows, residual_NE, attended_NX = Rows.SELECTED, buffers.selected_residual_NE, buffers.selected_NX
                 backend.select_rows(buffers.residual_NE, residual_NE)
                 backend.select_rows(buffers.attended_NX, attended_NX)
@@ -159,7 +160,11 @@ class DecoderModel:
             buffers.normed_NE,
             Rows.TOKENS,
         )
-        backend.linear(buffers.normed_NE, layer.qkv_XE, layer.qkv_bias_X, buffers.qkv_NX, Rows.TOKENS)
+        is_last = index == config.num_layers - 1
+        if is_last:
+            self._project_wanted(layer, buffers)
+        else:
+            backend.linear(buffers.normed_NE, layer.qkv_XE, layer.qkv_bias_X, buffers.qkv_NX, Rows.TOKENS)
         backend.rotary_write(
             buffers.qkv_NX,
             self._cos_sin_by_rope[shape.rope],
@@ -169,9 +174,22 @@ class DecoderModel:
             layer_BKCSD,
         )
         backend.layer_written(index)
-        if index == config.num_layers - 1:
+        if is_last:
             backend.stop_without_rows()
-        backend.attend(buffers.qkv_NX, layer_BKCSD, config.attention_scale, shape.window, buffers.attended_NX)
+        rows = Rows.SELECTED if is_last else Rows.TOKENS
+        backend.attend(buffers.qkv_NX, layer_BKCSD, config.attention_scale, shape.window, buffers.attended_NX, rows)
+
+    def _project_wanted(self, layer: LayerWeights, buffers: _Buffers) -> None:
+        """The last layer's keys and values of all tokens, and queries of the wanted rows: nobody asks for others."""
+        backend, bias_X = self.backend, layer.qkv_bias_X
+        size = self.config.num_heads * self.config.head_dim
+        q_bias_X, kv_bias_X = (None, None) if bias_X is None else (bias_X[:size], bias_X[size:])
+        kv_NX = buffers.qkv_NX[:, size:]
+        backend.linear(buffers.normed_NE, layer.qkv_XE[size:], kv_bias_X, kv_NX, Rows.TOKENS)
+        # x has been added to the residual, and attention has not begun: both buffers are free.
+        backend.select_rows(buffers.normed_NE, buffers.x_NE)
+        backend.linear(buffers.x_NE, layer.qkv_XE[:size], q_bias_X, buffers.selected_NX, Rows.SELECTED)
+        backend.place_rows(buffers.selected_NX, buffers.qkv_NX[:, :size])
 
     def _mlp(self, layer: LayerWeights, buffers: _Buffers, rows: Rows) -> None:
         """From normed to x."""
@@ -179,8 +197,14 @@ class DecoderModel:
         if isinstance(weights, ExpertsWeights):
             backend.call(lambda batch: self._experts(weights, buffers, batch, rows))
             return
-        backend.linear(buffers.normed_NE, weights.gate_up_XE, weights.gate_up_bias_X, buffers.gate_up_NX, rows)
-        backend.gated_activation(buffers.gate_up_NX, self.config.activation, buffers.activated_NF, rows)
+        backend.gated_linear(
+            buffers.normed_NE,
+            weights.gate_up_XE,
+            weights.gate_up_bias_X,
+            self.config.activation,
+            buffers.activated_NF,
+            rows,
+        )
         backend.linear(buffers.activated_NF, weights.down_EF, weights.down_bias_E, buffers.x_NE, rows)
 
     def _experts(self, weights: ExpertsWeights, buffers: _Buffers, batch: StepBatch, rows: Rows) -> None:
@@ -206,7 +230,6 @@ class _Buffers:
     attended_NX: torch.Tensor
     selected_NX: torch.Tensor
     x_NE: torch.Tensor
-    gate_up_NX: torch.Tensor
     activated_NF: torch.Tensor
 
     @classmethod
@@ -224,6 +247,5 @@ class _Buffers:
             attended_NX=empty(query),
             selected_NX=empty(query),
             x_NE=empty(config.hidden_size),
-            gate_up_NX=empty(2 * config.intermediate_size),
             activated_NF=empty(config.intermediate_size),
         )

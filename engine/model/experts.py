@@ -35,11 +35,9 @@ def run_experts(
     for expert in sorted(set(chosen_NU.flatten().tolist())):
         rows_M, ranks_M = (chosen_NU == expert).nonzero(as_tuple=True)
         x_ME = x_NE[rows_M]
-        gate_up_MX = x_ME.new_empty(len(rows_M), 2 * config.intermediate_size)
         activated_MF = x_ME.new_empty(len(rows_M), config.intermediate_size)
         down_ME = torch.empty(x_ME.shape, device=x_ME.device)
-        backend.linear(x_ME, weights.gate_up_GXE[expert], None, gate_up_MX, Rows.ALL)
-        backend.gated_activation(gate_up_MX, activation, activated_MF, Rows.ALL)
+        backend.gated_linear(x_ME, weights.gate_up_GXE[expert], None, activation, activated_MF, Rows.ALL)
         backend.linear(activated_MF, weights.down_GEF[expert], None, down_ME, Rows.ALL)
         sum_NE.index_add_(0, rows_M, down_ME * shares_NU[rows_M, ranks_M].unsqueeze(1))
     out_NE.copy_(sum_NE)

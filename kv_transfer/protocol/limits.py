@@ -42,7 +42,10 @@ class PushLimits:
 
 
 MAX_CHUNKS = 65_535
-"""Of one push: so many can be named in a PushMissing."""
+"""Of one push."""
+
+MAX_MISSING_CHUNKS = 8_192
+"""That can be asked for again: a PushMissing names them all, and has to fit into one notification."""
 
 RENEWALS_PER_TTL = 4
 """Three renewals may be lost before a lease expires."""

@@ -15,7 +15,7 @@ Rules (ARCHITECTURE.md §5, §7):
 from __future__ import annotations
 
 from kv_transfer.protocol.lease import LeaseView, Recent
-from kv_transfer.protocol.limits import PushLimits
+from kv_transfer.protocol.limits import MAX_MISSING_CHUNKS, PushLimits
 from kv_transfer.protocol.messages import (
     BlocksQuarantined,
     BlocksReleased,
@@ -341,7 +341,7 @@ class PushReceiver:
             return []
         lost = push.lost_chunks(end.num_chunks)
         if lost:
-            if push.round >= self._limits.max_missing_rounds:
+            if push.round >= self._limits.max_missing_rounds or len(lost) > MAX_MISSING_CHUNKS:
                 return self._give_up(now_ns, push, f"{len(lost)} chunks are lost or corrupt after {push.round} rounds")
             push.begin_round(lost)
             return self._send_missing(push)

@@ -309,7 +309,7 @@ class PushSender:
             return []
         if message.round > self._limits.max_missing_rounds:
             return self._fail(now_ns, push, f"chunks were lost in {message.round} rounds")
-        push.begin_round(message.round, message.chunks)
+        push.begin_round(message.round, tuple(dict.fromkeys(message.chunks)))
         return self._advance(now_ns, push)
 
     def _on_committed(self, peer: PeerId, message: PushCommitted) -> list[PushEffect]:

@@ -15,6 +15,8 @@ from kv_transfer.transport.base import TransportError
 
 PROTOCOL_VERSION = 1
 MAX_ENDPOINT_BYTES = 4096
+MAX_POOL_BYTES = 1 << 62
+"""No pool is as large, and sums of offsets and sizes below it fit into the integers of any backend."""
 
 PAYLOAD = b"\x00"
 PROBE = b"\x01"
@@ -102,7 +104,7 @@ def decode_endpoint(data: bytes) -> AutoEndpoint:
             position += data_size
     except (struct.error, UnicodeDecodeError) as error:
         raise AutoProtocolError("damaged endpoint") from error
-    if position != len(data) or size_bytes < 1:
+    if position != len(data) or not 0 < size_bytes <= MAX_POOL_BYTES or offset_bytes > MAX_POOL_BYTES:
         raise AutoProtocolError("damaged endpoint")
     return AutoEndpoint(probe_offset_bytes=offset_bytes, probe_size_bytes=size_bytes, endpoints=tuple(endpoints))
 

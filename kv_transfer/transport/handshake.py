@@ -49,7 +49,9 @@ def decode_fields(data: bytes, error_type: type[TransportError]) -> dict[str, An
 def check_version(transport: str, said: object, version: int, error_type: type[TransportError]) -> None:
     """Raises: `error_type`, with both versions."""
     if said != version:
-        raise error_type(f"{transport} protocol version {said}, where this worker speaks {version}")
+        # A stranger's word goes into a message, and may be anything: long, or with halves of characters in it.
+        shown = said if _is_number(said, MAX_NUMBER) else "unknown"
+        raise error_type(f"{transport} protocol version {shown}, where this worker speaks {version}")
 
 
 def build_message(message_type: type[T], found: dict[str, Any], error_type: type[TransportError]) -> T:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import os
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -87,6 +87,9 @@ class LoopbackHub:
         on_landing: Callable[[int, PeerId, PeerId, Copy], None] | None = None,
     ) -> None:
         self.faults = faults or LoopbackFaults()
+        self.num_injected: Counter[str] = Counter()
+        """Faults that did happen: by their names in LoopbackFaults, and `reorder` (a notification came after a younger
+        one) and `shut_out` (a copy that only a fence kept from landing)."""
         self.now_ns = 0
         self._rng = rng
         self._on_landing = on_landing
@@ -96,6 +99,9 @@ class LoopbackHub:
         self._lives: dict[PeerId, _Life] = {}
         self._links: dict[tuple[PeerId, PeerId], int] = {}
         """(writer, target) of open connections -> when the last notification on it arrives."""
+        self._num_notices = 0
+        self._newest_notices: dict[tuple[PeerId, PeerId], int] = {}
+        """(from, to) -> the number of the youngest notification that has arrived."""
         self._writes: dict[int, _Write] = {}
         self._fences: dict[tuple[PeerId, PeerId], bool] = {}
         """(life, from whose region it is shut out) -> whether the fence is complete."""
@@ -126,14 +132,15 @@ class LoopbackHub:
         for action in withheld:
             self._schedule(self._latency_ns(), action)
 
-    def crash(self, peer: PeerId) -> None:
-        """Ends a life as SIGKILL does: what has not landed never will, and peers notice."""
+    def crash(self, peer: PeerId, *, is_noticed: bool = True) -> None:
+        """Ends a life as SIGKILL does: what has not landed never will. Peers notice; unless `is_noticed`, only those do
+        that write to it, as on a network that says nothing of a silent peer."""
         del self._lives[peer]
         for handle, write in list(self._writes.items()):
             if write.source == peer:
                 del self._writes[handle]
         for writer, target in list(self._links):
-            if peer in (writer, target):
+            if peer == target or (peer == writer and is_noticed):
                 self.cut(writer, target, "the process died")
 
     def cut(self, writer: PeerId, target: PeerId, reason: str) -> None:
@@ -149,7 +156,7 @@ class LoopbackHub:
     # ---- what transports ask for -----------------------------------------------------------------------------
 
     def register(self, transport: LoopbackTransport) -> None:
-        assert transport.me not in self._lives, "a life is registered once"
+        assert self._life(transport.me) is None, "a life is registered once"
         self._lives[transport.me] = _Life(transport=transport)
 
     def next_handle(self) -> int:
@@ -162,7 +169,7 @@ class LoopbackHub:
                 self._emit(writer, ConnectFailed(peer=target, reason="this is not that life's endpoint"))
             elif self._fences.get((writer, target), False):
                 self._emit(writer, ConnectFailed(peer=target, reason="fenced"))
-            elif target not in self._lives or writer not in self._lives:
+            elif self._life(target) is None or self._life(writer) is None:
                 self._emit(writer, ConnectFailed(peer=target, reason="no such life"))
             elif (writer, target) not in self._links:
                 self._links[writer, target] = self.now_ns
@@ -178,14 +185,16 @@ class LoopbackHub:
         return (me, peer) in self._links
 
     def region_size_bytes(self, peer: PeerId) -> int:
-        return len(self._lives[peer].transport.memory)
+        life = self._life(peer)
+        assert life is not None, "who writes to a life that ends has lost its connection by then"
+        return len(life.transport.memory)
 
     def post(self, write: _Write) -> None:
         self._writes[write.handle] = write
         if not write.copies:
             self._schedule(self._latency_ns(), lambda: self._act(write.source, lambda: self._complete(write)))
         stray_ns = 0
-        if write.copies and self._chance(self.faults.stray):
+        if write.copies and self._hits("stray"):
             self._fail_write(write, quiesced=False, reason="astray")
             stray_ns = self._rng.randrange(self.faults.max_delay_ns + 1)
         for position in range(len(write.copies)):
@@ -226,9 +235,10 @@ class LoopbackHub:
     def _landing(self, write: _Write, position: int) -> Callable[[], None]:
         def land() -> None:
             if write.handle not in self._writes:
+                self.num_injected["shut_out"] += self._fences.get((write.source, write.target), False)
                 return
             copy = write.copies[position]
-            target, source = self._lives.get(write.target), self._lives.get(write.source)
+            target, source = self._life(write.target), self._life(write.source)
             if target is not None and source is not None:
                 self._copy(write, position, copy, source.transport.memory, target.transport.memory)
             write.has_landed = True
@@ -244,8 +254,8 @@ class LoopbackHub:
         data = bytearray(source[copy.source_bytes : copy.source_bytes + copy.size_bytes])
         if position < len(write.sums):
             write.sums[position] = checksum(data)
-        if self._chance(self.faults.corrupt):
-            if self._chance(0.5):
+        if self._hits("corrupt"):
+            if self._rng.random() < 0.5:
                 return
             self._flip_bit(data)
         target[copy.target_bytes : copy.target_bytes + copy.size_bytes] = data
@@ -254,7 +264,7 @@ class LoopbackHub:
         if self._writes.pop(write.handle, None) is None or write.is_reported:
             return
         link = (write.source, write.target)
-        if self._chance(self.faults.cut):
+        if self._hits("cut"):
             self.cut(*link, reason="cut")
             self.cut(write.target, write.source, reason="cut")
         payload = write.notify + b"".join(value.to_bytes(8, "little") for value in write.sums)
@@ -263,26 +273,34 @@ class LoopbackHub:
 
     def _notify(self, source: PeerId, target: PeerId, payload: bytes) -> None:
         link = (source, target) if (source, target) in self._links else (target, source)
-        if link not in self._links or self._chance(self.faults.drop):
+        if link not in self._links or self._hits("drop"):
             return
-        if self._chance(self.faults.corrupt):
+        if self._hits("corrupt"):
             data = bytearray(payload)
             self._flip_bit(data)
             payload = bytes(data)
         due_ns = self.now_ns + self._latency_ns()
-        if self._chance(self.faults.delay):
+        if self._hits("delay"):
             due_ns += self._rng.randrange(self.faults.max_delay_ns + 1)
         else:
             due_ns = self._links[link] = max(due_ns, self._links[link])
         arrivals = [due_ns]
-        if self._chance(self.faults.duplicate):
+        if self._hits("duplicate"):
             arrivals.append(due_ns + self._rng.randrange(self.faults.max_delay_ns + 1))
+        self._num_notices += 1
+        number = self._num_notices
         for arrival_ns in arrivals:
-            self._schedule(arrival_ns - self.now_ns, lambda: self._deliver(link, source, target, payload))
+            self._schedule(arrival_ns - self.now_ns, lambda: self._deliver(link, source, target, payload, number))
 
-    def _deliver(self, link: tuple[PeerId, PeerId], source: PeerId, target: PeerId, payload: bytes) -> None:
-        if link in self._links:
-            self._emit(target, Notified(peer=source, payload=payload))
+    def _deliver(
+        self, link: tuple[PeerId, PeerId], source: PeerId, target: PeerId, payload: bytes, number: int
+    ) -> None:
+        if link not in self._links:
+            return
+        newest = self._newest_notices.get((source, target), 0)
+        self.num_injected["reorder"] += number < newest
+        self._newest_notices[source, target] = max(number, newest)
+        self._emit(target, Notified(peer=source, payload=payload))
 
     def _fail_write(self, write: _Write, *, quiesced: bool, reason: str) -> None:
         """Reports the write as failed; unless `quiesced`, what is left of it still lands."""
@@ -294,12 +312,16 @@ class LoopbackHub:
 
     # ---- helpers ---------------------------------------------------------------------------------------------
 
+    def _life(self, peer: PeerId) -> _Life | None:
+        """That life, if it runs; a later one at its address is somebody else."""
+        return self._lives.get(peer)
+
     def _acting(self, peer: PeerId, action: Callable[[], None]) -> Callable[[], None]:
         return lambda: self._act(peer, action)
 
     def _act(self, peer: PeerId, action: Callable[[], None]) -> None:
         """Does what `peer` does, later if it is paused, never if it is dead."""
-        life = self._lives.get(peer)
+        life = self._life(peer)
         if life is None:
             return
         if life.is_paused:
@@ -308,7 +330,7 @@ class LoopbackHub:
             action()
 
     def _emit(self, peer: PeerId, event: TransportEvent) -> None:
-        life = self._lives.get(peer)
+        life = self._life(peer)
         if life is not None:
             life.transport.deliver(event)
 
@@ -323,8 +345,12 @@ class LoopbackHub:
         jitter_ns = self.faults.jitter_ns
         return self.faults.latency_ns + (self._rng.randrange(jitter_ns + 1) if jitter_ns else 0)
 
-    def _chance(self, chance: float) -> bool:
-        return chance > 0.0 and self._rng.random() < chance
+    def _hits(self, fault: str) -> bool:
+        """Whether a fault happens now, by its name in LoopbackFaults."""
+        chance: float = getattr(self.faults, fault)
+        happens = chance > 0.0 and self._rng.random() < chance
+        self.num_injected[fault] += happens
+        return happens
 
     def _flip_bit(self, data: bytearray) -> None:
         if data:

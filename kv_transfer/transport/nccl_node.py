@@ -29,6 +29,7 @@ from kv_transfer.transport.base import (
     TransportEvent,
     WriteFailed,
 )
+from kv_transfer.transport.doorway import Doorway
 from kv_transfer.transport.nccl_control import ControlClosedError, ControlConnection
 from kv_transfer.transport.nccl_inbound import Inbound
 from kv_transfer.transport.nccl_library import NcclLibrary
@@ -37,6 +38,7 @@ from kv_transfer.transport.nccl_link import Phase, Session
 from kv_transfer.transport.nccl_outbound import Outbound
 from kv_transfer.transport.nccl_receiving import ReceivePermits
 from kv_transfer.transport.nccl_wire import (
+    MAX_REASON_BYTES,
     Endpoint,
     Hello,
     NcclProtocolError,
@@ -84,6 +86,7 @@ class NcclNode:
         """`host`: the address to listen at, which peers must reach. Raises: TransportError if that is impossible."""
         self.me = me
         self._listener = _listen(host)
+        self._doorway = Doorway(self._listener)
         self.selector = selectors.DefaultSelector()
         self._library = library
         self._limits = limits
@@ -188,6 +191,7 @@ class NcclNode:
         for stranger in self._strangers:
             stranger.session.control.close()
         self._listener.close()
+        self._doorway.close()
         self.selector.close()
 
     # ---- time --------------------------------------------------------------------------------------------------
@@ -230,11 +234,7 @@ class NcclNode:
     # ---- coming in -------------------------------------------------------------------------------------------
 
     def _on_accept(self, now_ns: int) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # nobody is waiting, or the one who was has left
+        while (connection := self._doorway.accept()) is not None:
             session = Session(ControlConnection(connection), self._limits, now_ns)
             stranger = _Stranger(session, now_ns + self._limits.connect_timeout_ns)
             session.control.watch(self.selector, functools.partial(self._on_stranger, stranger))
@@ -258,7 +258,7 @@ class NcclNode:
         except TransportError as error:
             _log.warning("refused an nccl connection: %s", error)
             try:
-                stranger.session.send(encode_handshake(Refused(reason=str(error))))
+                stranger.session.send(encode_handshake(Refused(reason=str(error)[:MAX_REASON_BYTES])))
             except ControlClosedError as closed:
                 _log.debug("it was not told: %s", closed)
             self._forget(stranger)

@@ -53,6 +53,7 @@ from kv_transfer.transport.base import (
     WriteFailed,
     count_sums,
 )
+from kv_transfer.transport.doorway import Doorway
 from kv_transfer.transport.nixl_agent import LOOPBACK, check_environment, load_library
 from kv_transfer.transport.nixl_desk import (
     Arrived,
@@ -66,7 +67,7 @@ from kv_transfer.transport.nixl_desk import (
     Report,
     WriteEnded,
 )
-from kv_transfer.transport.nixl_limits import MAX_CONNECTIONS, NixlLimits
+from kv_transfer.transport.nixl_limits import MAX_CONNECTIONS, MAX_STRANGERS, NixlLimits
 from kv_transfer.transport.nixl_reader import Reader
 from kv_transfer.transport.nixl_wire import MAX_BODY_BYTES, Endpoint, Hello, encode_endpoint
 from kv_transfer.transport.nixl_writer import Writer
@@ -118,6 +119,7 @@ class NixlTransport:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=LISTEN_BACKLOG)
         self._listener.setblocking(False)
+        self._doorway = Doorway(self._listener)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
         self._epoll = select.epoll()
@@ -230,6 +232,7 @@ class NixlTransport:
         self._is_closed = True
         self._epoll.unregister(self._listener.fileno())
         self._listener.close()
+        self._doorway.close()
         for _, timer in self._dials.values():
             timer.cancel()
         for desk in self._desks:
@@ -263,11 +266,7 @@ class NixlTransport:
     # ---- connecting ------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # nobody is waiting, or the one who was has left
+        while (connection := self._doorway.accept()) is not None:
             if len(self._desks) >= MAX_CONNECTIONS:
                 connection.close()
                 continue
@@ -279,6 +278,9 @@ class NixlTransport:
                 continue
             self._desks[reader.desk] = None
             reader.desk.start(reader.run, "kv-nixl-reader")
+            strangers = [desk for desk in self._desks if desk.peer is None and desk.order is Order.SERVE]
+            if len(strangers) > MAX_STRANGERS:
+                strangers[0].drop(f"{MAX_STRANGERS} others wait to be let in")
 
     def _refusal(self, hello: Hello) -> str | None:
         writer = hello.writer

@@ -12,8 +12,8 @@ class NixlLimits:
     connect_timeout_s: float = 10.0
     """From dialling to the answer to the probe, agents made on both sides included."""
     heartbeat_interval_s: float = 1.0
-    silence_timeout_s: float = 5.0
-    """A peer that says nothing for so long is gone: stopped, or cut off."""
+    silence_timeout_s: float = 4.5
+    """A peer that says nothing for so long is gone: stopped, or cut off. That is noticed within 5 s."""
     transfer_timeout_s: float = 5.0
     """A transfer of at most MAX_TRANSFER_BYTES that does not land within it ends the connection: the peer talks, but
     the way for its data is broken."""
@@ -28,6 +28,8 @@ class NixlLimits:
 
 MAX_CONNECTIONS = 256
 """In both directions, those being made included. Each costs a thread, 2.5 MiB and 8 descriptors (over TCP)."""
+MAX_STRANGERS = 64
+"""Of these, accepted ones that have not been admitted; beyond it the oldest is closed."""
 MAX_QUEUED = 4096
 """Writes and notifications that wait on one connection, on either side; one more ends it."""
 MAX_TRANSFER_BYTES = 32 << 20

@@ -87,8 +87,9 @@ class ControlLink:
         self.frames += self._reader.feed(data)
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when there is something to receive or to do, and in time for the heartbeat."""
-        for fd, _ in self._epoll.poll(min(timeout_s, self._limits.heartbeat_interval_s)):
+        """Returns when there is something to receive or to do, and in time for the heartbeat and for silence."""
+        patience_s = max(0.0, self._heard_s + self._limits.silence_timeout_s - time.monotonic())
+        for fd, _ in self._epoll.poll(min(timeout_s, self._limits.heartbeat_interval_s, patience_s)):
             if fd == self._wake_fd:
                 os.eventfd_read(self._wake_fd)
 
@@ -102,7 +103,10 @@ class ControlLink:
 
 def open_connection(host: str, port: int, wake_fd: int, timeout_s: float) -> socket.socket:
     """Connects over TCP; a word to `wake_fd` ends it early. Raises: OSError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except ValueError as error:  # of a name that none can have
+        raise OSError(f"{host!r} is no host: {error}") from error
     connection = socket.socket(family, kind, protocol)
     try:
         connection.setblocking(False)

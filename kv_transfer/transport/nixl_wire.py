@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kv_transfer.transport.base import TransportError
-from kv_transfer.transport.handshake import BetweenLives, build_message, check_version, decode_fields
+from kv_transfer.transport.handshake import MAX_NUMBER, BetweenLives, build_message, check_version, decode_fields
 
 PROTOCOL_VERSION = 1
 HELLO = 1
@@ -109,7 +109,10 @@ def decode_handshake(kind: int, body: bytes) -> Hello | Welcome | Refused:
     frame_type = _HANDSHAKE.get(kind)
     if frame_type is None:
         raise NixlProtocolError("the connection did not begin with a handshake")
-    return build_message(frame_type, _versioned(body), NixlProtocolError)
+    message = build_message(frame_type, _versioned(body), NixlProtocolError)
+    if isinstance(message, Welcome) and message.base_address + message.size_bytes > MAX_NUMBER:
+        raise NixlProtocolError("damaged handshake: base_address")
+    return message
 
 
 class FrameReader:

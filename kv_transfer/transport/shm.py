@@ -119,7 +119,11 @@ class ShmTransport:
         if len(self._dials) >= MAX_DIALS:
             self._emit(ConnectFailed(peer=peer, reason=f"{MAX_DIALS} connections are being made already"))
             return
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:  # no descriptor is left
+            self._emit(ConnectFailed(peer=peer, reason=str(error)))
+            return
         thread = threading.Thread(target=self._run_dial, args=(connection, peer, endpoint), name="kv-dial", daemon=True)
         self._dials[peer] = (thread, connection)
         thread.start()
@@ -314,9 +318,12 @@ class ShmTransport:
 
     def _submit(self, handle: int, link: Link, outgoing: Outgoing, copies: Sequence[Copy], num_sums: int) -> None:
         assert link.region is not None
-        table = np.fromiter(chain.from_iterable(copies), dtype=np.int64, count=3 * len(copies)).reshape(-1, 3)
+        try:
+            table = np.fromiter(chain.from_iterable(copies), dtype=np.int64, count=3 * len(copies)).reshape(-1, 3)
+        except OverflowError as error:
+            raise ValueError("copies: an offset or a size is outside of any pool") from error
         for column, (side, limit) in enumerate((("source", self._memory.size), ("target", link.region.size_bytes))):
-            is_outside = (table[:, column] < 0) | (table[:, 2] < 0) | (table[:, column] + table[:, 2] > limit)
+            is_outside = (table[:, column] < 0) | (table[:, 2] < 0) | (table[:, column] > limit - table[:, 2])
             if is_outside.any():
                 copy = copies[int(is_outside.argmax())]
                 raise ValueError(f"copies: {copy} is outside of the {side} pool of {limit} bytes")

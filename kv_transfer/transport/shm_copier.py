@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import threading
@@ -13,6 +14,8 @@ import numpy.typing as npt
 
 from kv_transfer.checksum import Memory, as_memory, fallback_checksum
 from kv_transfer.native_library import load
+
+_log = logging.getLogger(__name__)
 
 
 class Region:
@@ -83,7 +86,11 @@ class Copier:
                 if self._is_stopping:
                     return
                 job = self._jobs.popleft()
-            self._do(job)
+            try:
+                self._do(job)
+            except Exception as error:  # noqa: BLE001 - as where memory is short; the thread must go on for other writes
+                job.failure = f"{type(error).__name__}: {error}"
+                _log.error("a write could not be copied: %s", job.failure)
             self._ended.append(job)
             os.eventfd_write(self._wake_fd, 1)
 

@@ -73,7 +73,9 @@ def _dial(connection: socket.socket, me: PeerId, writer_token: str, peer: PeerId
 
 def _receive_with_fds(connection: socket.socket) -> tuple[Hello | Welcome | Refused, list[int]]:
     fds = array.array("i")
-    data, ancillary, _, _ = connection.recvmsg(MAX_FRAME_BYTES, socket.CMSG_SPACE(4 * fds.itemsize))
+    data, ancillary, _, _ = connection.recvmsg(
+        MAX_FRAME_BYTES, socket.CMSG_SPACE(4 * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])

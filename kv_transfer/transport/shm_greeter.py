@@ -9,7 +9,8 @@ import socket
 from collections.abc import Callable
 from typing import Protocol
 
-from kv_transfer.transport.peer_process import PeerProcess, PeerProcessError, identify
+from kv_transfer.transport.doorway import Doorway
+from kv_transfer.transport.peer_process import PeerProcess, PeerProcessError, check_same_user, identify
 from kv_transfer.transport.shm_link import send_last_word
 from kv_transfer.transport.shm_wire import (
     MAX_FRAME_BYTES,
@@ -58,6 +59,7 @@ class Greeter:
         self._listener.bind("\0" + self.endpoint.address)
         self._listener.listen(LISTEN_BACKLOG)
         self._listener.setblocking(False)
+        self._doorway = Doorway(self._listener)
         watcher.watch(self._listener.fileno(), self._on_accept)
 
     def close(self) -> None:
@@ -66,14 +68,17 @@ class Greeter:
             connection.close()
         self._watcher.unwatch(self._listener.fileno())
         self._listener.close()
+        self._doorway.close()
 
     def _on_accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # nobody is waiting, or the one who was has left
+        while (connection := self._doorway.accept()) is not None:
             connection.setblocking(False)
+            try:
+                check_same_user(connection)  # now, so that nobody else's silence takes up a place
+            except PeerProcessError as error:
+                _log.debug("refused a shm connection: %s", error)  # which anybody on this host may try at any rate
+                refuse(connection, str(error))
+                continue
             self._ungreeted[connection.fileno()] = connection
             self._watcher.watch(connection.fileno(), functools.partial(self._on_hello, connection))
             if len(self._ungreeted) > MAX_UNGREETED:

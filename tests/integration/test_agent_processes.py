@@ -22,18 +22,18 @@ from cluster.agent.settings import WorkerSettings
 from cluster.core.ids import Outcome, Role, WorkerId
 from cluster.wire.channels import make_channel
 from decode_worker.profile import PROFILE
+from engine.core.block_hash import extra_key, hash_blocks
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
+from engine.model.config import model_fingerprint
 from kv_transfer.transport.shm_pool import PoolMemoryError
-from tests.support.engine_alone import engine_alone
-from tests.support.engine_model import write_tiny_model
-from tests.support.plain_cluster import ROOT, Answer, PlainCluster, WorkerProcess, greedy
+from tests.support.engine_model import engine_alone, write_tiny_model
+from tests.support.plain_cluster import ROOT, Answer, PlainCluster, WorkerProcess, greedy, nothing_held, prompt
 
 CONTEXT = 1024
 BLOCK_SIZE = 16
 ARGUMENTS = ("--kv-blocks", "200", "--prefill-chunk-tokens", "64")
 DEADLINE_S = 60.0
-MARGIN_MS = 50
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> Callable[[RequestBody], list[int]]:
-    return engine_alone(model, CONTEXT)
-
-
-def prompt(num_tokens: int, salt: int = 0) -> list[int]:
-    return [3 + (7 * index + salt) % 90 for index in range(num_tokens)]
+    return engine_alone(model)
 
 
 def run(test: Callable[[PlainCluster], Awaitable[None]], model: Path, folder: Path, **coordinator: float) -> None:
@@ -68,28 +64,7 @@ async def start(cluster: PlainCluster, *, num_prefill: int = 1, num_decode: int 
     return {worker.name: worker for worker in workers}
 
 
-async def nothing_held(cluster: PlainCluster) -> None:
-    """Waits until heartbeats sent from now on show that no worker holds a block, a lease or a request."""
-    began_s = time.monotonic()
-    async with make_channel(cluster.address) as channel:
-        admin = admin_pb2_grpc.AdminStub(channel)
-        while True:
-            status = await admin.GetStatus(admin_pb2.GetStatusRequest())
-            leases = await admin.GetLeases(admin_pb2.GetLeasesRequest())
-            elapsed_ms = (time.monotonic() - began_s) * 1e3
-            workers = [worker for pool in status.pools for worker in pool.workers if worker.state != "down"]
-            are_fresh = all(worker.heartbeat_age_ms < elapsed_ms - MARGIN_MS for worker in workers)
-            if workers and are_fresh and not any(num_held(worker) for worker in workers) and not leases.leases:
-                return
-            assert elapsed_ms < DEADLINE_S * 1e3, f"still held: {status} {leases}"
-            await asyncio.sleep(0.05)
-
-
-def num_held(worker: admin_pb2.WorkerStatus) -> int:
-    blocks = worker.blocks
-    return blocks.active + blocks.reserved + blocks.quarantined + worker.num_running + worker.num_waiting
-
-
+@pytest.mark.bad_day(22)
 def test_disaggregated_answers_equal_those_of_the_engine_alone(
     model: Path, tmp_path: Path, expected: Callable[[RequestBody], list[int]]
 ) -> None:
@@ -154,7 +129,7 @@ def test_layers_of_a_prompt_are_pushed_while_the_others_are_computed(tmp_path: P
             await worker.ready()
         bodies = [greedy(prompt(n, salt=n), 8) for n in (1000, 1001, 1003, 17, 16, 1)]
         answers = [await cluster.answer(f"r{i}", body) for i, body in enumerate(bodies)]
-        wanted = await asyncio.to_thread(lambda: [engine_alone(model, CONTEXT)(body) for body in bodies])
+        wanted = await asyncio.to_thread(lambda: [engine_alone(model)(body) for body in bodies])
         assert [answer.tokens for answer in answers] == wanted
         decode = [answer.timelines["d0"] for answer in answers]
         block_size_bytes = 12 * 2 * 2 * BLOCK_SIZE * 16 * 4
@@ -165,6 +140,7 @@ def test_layers_of_a_prompt_are_pushed_while_the_others_are_computed(tmp_path: P
     run(scenario, model, tmp_path)
 
 
+@pytest.mark.bad_day(11, 23)
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
 def test_killed_worker_costs_no_token(
     model: Path, tmp_path: Path, expected: Callable[[RequestBody], list[int]], victim: str
@@ -187,11 +163,61 @@ def test_killed_worker_costs_no_token(
     run(scenario, model, tmp_path)
 
 
+@pytest.mark.bad_day(8)
+def test_stopped_prefill_worker_leaves_in_order_and_costs_no_token(
+    model: Path, tmp_path: Path, expected: Callable[[RequestBody], list[int]]
+) -> None:
+    """It may take its time for the push (how much of it, tests/sim/test_scenarios.py shows) and then ends well."""
+
+    async def scenario(cluster: PlainCluster) -> None:
+        workers = await start(cluster)
+        body = greedy(prompt(400), 20)
+        answer = cluster.front.submit("r", body)
+        async with asyncio.timeout(DEADLINE_S):
+            while not answer.workers:
+                await asyncio.sleep(0.0005)
+            assert await workers["p0"].stop(signal.SIGTERM) == 0
+            await answer.done.wait()
+        assert answer.outcome is Outcome.LENGTH, answer.reason
+        assert answer.tokens == await asyncio.to_thread(expected, body)
+        await nothing_held(cluster)
+
+    run(scenario, model, tmp_path)
+
+
+async def conversation_comes_back(cluster: PlainCluster, model: Path) -> None:
+    """Its next turn is read by the worker that has told of the first one's blocks, although the other one is as idle
+    and has read less."""
+    readers = []
+    for turn, num_tokens in enumerate((200, 230)):
+        body = greedy(prompt(num_tokens, salt=50), 3)
+        hashes = hash_blocks(body.prompt_ids, BLOCK_SIZE, extra_key(model_fingerprint(model)))
+        answer = cluster.front.submit(f"turn-{turn}", body, tuple(hashes))
+        async with asyncio.timeout(DEADLINE_S):
+            await answer.done.wait()
+            await told_of_blocks(cluster)
+        readers.append(answer.workers[0].worker)
+    assert readers[0] == readers[1] and answer.timelines[readers[0].name].num_cached_tokens == 192
+
+
+async def told_of_blocks(cluster: PlainCluster) -> None:
+    """Waits until the coordinator knows of all blocks of the first turn at a prefill worker."""
+    async with make_channel(cluster.address) as channel:
+        admin = admin_pb2_grpc.AdminStub(channel)
+        while True:
+            status = await admin.GetStatus(admin_pb2.GetStatusRequest())
+            workers = [worker for pool in status.pools if pool.role == "prefill" for worker in pool.workers]
+            if any(worker.prefix_cache.num_blocks >= 200 // BLOCK_SIZE for worker in workers):
+                return
+            await asyncio.sleep(0.01)
+
+
 def test_paused_prefill_worker_is_ended_and_the_request_recomputed(
     model: Path, tmp_path: Path, expected: Callable[[RequestBody], list[int]]
 ) -> None:
     async def scenario(cluster: PlainCluster) -> None:
         workers = await start(cluster, num_prefill=2)
+        await conversation_comes_back(cluster, model)
         body = greedy(prompt(900), 20)
         answer = cluster.front.submit("r", body)
         async with asyncio.timeout(DEADLINE_S):
@@ -232,6 +258,7 @@ def test_workers_end_when_their_coordinator_does_not_come_back(model: Path, tmp_
     run(scenario, model, tmp_path)
 
 
+@pytest.mark.bad_day(25)
 def test_workers_import_neither_the_front_nor_the_tokenizer() -> None:
     """They would take memory that belongs to the pool."""
     script = (

@@ -22,8 +22,7 @@ from cluster.front.request_spec import RequestLimits, RequestSpec
 from cluster.front.sessions import Sessions
 from cluster.wire.channels import make_channel
 from engine.core.request import RequestBody
-from tests.support.engine_alone import engine_alone
-from tests.support.engine_model import write_tiny_model
+from tests.support.engine_model import engine_alone, write_tiny_model
 from tests.support.plain_cluster import ROOT, WorkerProcess, greedy
 
 CONTEXT = 1024
@@ -146,7 +145,7 @@ def test_answers_go_on_when_the_coordinator_is_killed_and_started_again(tmp_path
             for output, _ in (*answers, late):
                 while output.end is None:
                     await asyncio.sleep(0.01)
-            draw = engine_alone(model, CONTEXT)
+            draw = engine_alone(model)
             for body, (output, tokens) in zip((*bodies, bodies[0]), (*answers, late), strict=True):
                 assert output.end is not None and output.end.outcome is Outcome.LENGTH, output.end
                 assert tokens.ids == draw(body)

@@ -189,12 +189,13 @@ def check_nothing_is_held(gangs: Gangs, grant: Grant, dead: RankHandle) -> None:
     assert all(rank.call("count") == (0, 0) for rank in gangs.processes if rank is not dead)
 
 
+@pytest.mark.bad_day(15, 16)
 @pytest.mark.parametrize("is_sender", [True, False], ids=["sender", "receiver"])
 @pytest.mark.parametrize("degrees", [(2, 4), (4, 2)], ids=lambda degrees: f"{degrees[0]}to{degrees[1]}")
 def test_death_of_one_rank_in_mid_push_commits_nothing_anywhere(
     start_gangs: StartGangs, transport: str, degrees: tuple[int, int], is_sender: bool
 ) -> None:
-    """Scenarios 15 and 16, between gangs: the other legs learn of it at once and let go."""
+    """Between gangs as between workers: the other legs learn of it at once and let go."""
     gangs, grant = half_pushed(start_gangs, transport, degrees, ttl_s=60)
     victim = (gangs.senders if is_sender else gangs.receivers)[1]
     gangs.give(grant.key, [(index, index) for index in range(NUM_BLOCKS // 2, NUM_BLOCKS - 1)])
@@ -202,8 +203,9 @@ def test_death_of_one_rank_in_mid_push_commits_nothing_anywhere(
     check_nothing_is_held(gangs, grant, victim)
 
 
+@pytest.mark.bad_day(7)
 def test_stopped_rank_is_fenced_and_changes_no_byte_when_it_wakes(start_gangs: StartGangs, transport: str) -> None:
-    """Scenario 7: the lease of one rank's part ends the whole push, and its blocks wait for that rank's fence."""
+    """The lease of one rank's part ends the whole push, and its blocks wait for that rank's fence."""
     gangs, grant = half_pushed(start_gangs, transport, (2, 4), ttl_s=2)
     victim = gangs.senders[1]
     victim.kill(signal.SIGSTOP)

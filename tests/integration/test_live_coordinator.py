@@ -263,6 +263,7 @@ def test_status_shows_the_workers() -> None:
     run(scenario)
 
 
+@pytest.mark.bad_day(13)
 def test_an_unreachable_worker_is_refused_with_the_address_tried() -> None:
     async def scenario(coordinator: Running) -> None:
         with socket.socket() as unused:
@@ -282,6 +283,7 @@ def test_an_unreachable_worker_is_refused_with_the_address_tried() -> None:
     run(scenario)
 
 
+@pytest.mark.bad_day(12)
 def test_an_incompatible_worker_is_refused_and_its_stream_ends() -> None:
     async def scenario(coordinator: Running) -> None:
         await joined(coordinator)

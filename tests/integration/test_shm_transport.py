@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import select
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kv_transfer.transport import shm_copier
 from kv_transfer.transport.base import (
     Connected,
     ConnectFailed,
@@ -236,6 +238,57 @@ def test_cancelled_writes_end_as_failed_and_send_nothing(here: Here) -> None:
         writer.close()
 
 
+def test_write_that_cannot_be_copied_fails_alone(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Here(PREFILL, seed=2)
+    try:
+        writer.transport.connect(DECODE, here.transport.endpoint())
+        here.wait_for(Connected)
+        writer.wait_for(Connected)
+        with monkeypatch.context() as without_memory:
+            without_memory.setattr(shm_copier, "copy_ranges", _raise_memory_error)
+            handle = writer.transport.write(DECODE, [Copy(0, 0, POOL)], b"one")
+            failed = writer.wait_for(WriteFailed)
+        assert failed == WriteFailed(handle=handle, quiesced=True, reason="MemoryError: no memory is left")
+        writer.transport.write(DECODE, [Copy(0, 0, POOL)], b"other")
+        writer.wait_for(WriteCompleted)
+        assert here.wait_for(Notified) == Notified(peer=PREFILL, payload=b"other")
+        assert here.bytes_at(0, POOL) == content(2)
+    finally:
+        writer.close()
+
+
+def _raise_memory_error(*_: object, **__: object) -> list[int]:
+    raise MemoryError("no memory is left")
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [Copy(0, (1 << 63) - 1, 100), Copy((1 << 63) - 1, 0, 100), Copy(0, 1 << 63, 1), Copy(1, 1, (1 << 63) - 1)],
+    ids=["target", "source", "more than 63 bits", "size"],
+)
+def test_numbers_at_the_end_of_the_integers_are_outside_of_every_pool(here: Here, copy: Copy) -> None:
+    writer = Here(PREFILL)
+    try:
+        writer.transport.connect(DECODE, here.transport.endpoint())
+        here.wait_for(Connected)
+        writer.wait_for(Connected)
+        with pytest.raises(ValueError, match="outside of"):
+            writer.transport.write(DECODE, [copy], b"")
+    finally:
+        writer.close()
+
+
+def test_without_a_descriptor_left_connecting_fails(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_socket(*_: object) -> socket.socket:
+        raise OSError(errno.EMFILE, "no descriptor is left")
+
+    with monkeypatch.context() as without_descriptors:
+        without_descriptors.setattr(socket, "socket", no_socket)
+        here.transport.connect(PREFILL, b"")
+    failed = here.wait_for(ConnectFailed)
+    assert isinstance(failed, ConnectFailed) and "no descriptor is left" in failed.reason
+
+
 def test_peer_that_reads_nothing_is_given_up(here: Here) -> None:
     writer = Here(PREFILL)
     try:
@@ -296,6 +349,17 @@ def test_strangers_are_turned_away(here: Here, frame: bytes) -> None:
         answer, fds, _, _ = socket.recv_fds(stranger, 1000, 4)
         assert answer[0] == 3 and fds == []
         assert stranger.recv(10) == b""
+    assert here.events == []
+
+
+def test_another_user_is_refused_before_it_has_said_anything(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = here.transport.endpoint().decode().split('"address": "')[1].split('"')[0]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger, monkeypatch.context() as other_user:
+        stranger.settimeout(TIMEOUT_S)
+        stranger.connect("\0" + address)
+        other_user.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        here.events += here.transport.poll()
+        assert b"belongs to user" in stranger.recv(1000) and stranger.recv(10) == b""
     assert here.events == []
 
 

@@ -341,6 +341,7 @@ def test_a_connection_can_be_made_again(pair: tuple[Life, Life]) -> None:
     assert target.read(0, BLOCK_BYTES) == content(1)[:BLOCK_BYTES]
 
 
+@pytest.mark.bad_day(5)
 @pytest.mark.parametrize("ends", ["close", "kill"])
 def test_a_writer_starts_again_under_its_name(start: Start, ends: str) -> None:
     target, old = start(DECODE), start(PREFILL, seed=1)
@@ -353,6 +354,7 @@ def test_a_writer_starts_again_under_its_name(start: Start, ends: str) -> None:
     assert target.read(0, BLOCK_BYTES) == content(2)[:BLOCK_BYTES]
 
 
+@pytest.mark.bad_day(5)
 def test_a_target_starts_again_under_its_name(start: Start) -> None:
     old, writer = start(DECODE), start(PREFILL, seed=1)
     connect(writer, old)

@@ -50,6 +50,7 @@ def seeds(number: int) -> list[Callable[[], object]]:
     return [lambda seed=seed: run_seed(seed) for seed in range(number)]  # type: ignore[misc]
 
 
+@pytest.mark.bad_day(1, 7)
 def test_freeing_reserved_blocks_before_the_sender_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     cancel = PushReceiver.cancel
 
@@ -68,6 +69,7 @@ def test_a_fence_that_does_not_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "lands in block" in first_failure(seeds(400))
 
 
+@pytest.mark.bad_day(4)
 def test_a_commit_that_does_not_look_at_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reserved blocks are given to somebody else behind the push's back: the generation is the last guard."""
 
@@ -101,6 +103,7 @@ def steal_reserved_blocks(world: World) -> None:
     assert sorted(block_id for block_id, _ in pool.reserve(len(block_ids))) == block_ids
 
 
+@pytest.mark.bad_day(4, 20)
 def test_blocks_that_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     on_verified = PushReceiver.on_verified
 

@@ -1,11 +1,12 @@
 """Bad days that systems of this kind have had, one test each: what happened there must not happen here.
 
-The numbers are those of the list of bad days. Those that need real processes, sockets or machines are tested there.
+The numbers in their marks are those of docs/bad-days.md. What needs real processes or sockets is tested elsewhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,12 @@ from cluster.sim.checks import held
 from cluster.sim.engine_model import StepCost
 from cluster.sim.fabric import Family
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
-from cluster.sim.scenario import SIM_PUSH_LIMITS, FaultKind
+from cluster.sim.scenario import SIM_AGENT_LIMITS, SIM_PUSH_LIMITS, FaultKind
 from cluster.sim.shape import worker_config
 from cluster.sim.world import World
+from engine.core.planning import StepBuilder
+from engine.core.sequence import Sequence
+from engine.core.step import SequenceKey
 from tests.sim.worlds import ANSWERED, ARRIVAL_NS, FAMILIES, ask, count, fault, finish, is_free, make_world, run_until
 
 LONG_NS = 60 * SECOND_NS
@@ -40,6 +44,21 @@ def blocks_kept(world: World, name: str) -> int:
     return counts.active + counts.reserved + counts.quarantined
 
 
+@pytest.fixture
+def preempted(monkeypatch: pytest.MonkeyPatch) -> list[SequenceKey]:
+    """Answers grow beyond what admission expects of them; the sequences preempted for it, as they come."""
+    monkeypatch.setattr("cluster.policy.placement.EXPECTED_OUTPUT_TOKENS", 2)
+    keys: list[SequenceKey] = []
+    preempt = StepBuilder._preempt
+
+    def note(self: StepBuilder, victim: Sequence) -> None:
+        keys.append(victim.key)
+        preempt(self, victim)
+
+    monkeypatch.setattr(StepBuilder, "_preempt", note)
+    return keys
+
+
 def assert_answered(world: World) -> None:
     ends = [(client.request.request_id, client.outcome, client.reason) for client in finish(world)]
     assert all(outcome in ANSWERED for _, outcome, _ in ends), ends
@@ -48,9 +67,10 @@ def assert_answered(world: World) -> None:
 # ---- ownership of KV ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.bad_day(1)
 @each_family
-def test_01_client_leaves_while_decode_waits_for_a_silent_prefill_worker(family: Family) -> None:
-    """1: the client aborts while decode waits for KV and prefill never says a word. Decode's blocks come back by
+def test_client_leaves_while_decode_waits_for_a_silent_prefill_worker(family: Family) -> None:
+    """The client aborts while decode waits for KV and prefill never says a word. Decode's blocks come back by
     deadline and fence while the silent worker is still silent, and no lease is shown any more."""
     silence = fault(FaultKind.PAUSE, ARRIVAL_NS + 8 * MILLISECOND_NS, "p0", duration_ns=LONG_NS)
     world = make_world(ask(leave_ns=40 * MILLISECOND_NS), faults=(silence,), family=family, can_kill=False)
@@ -62,9 +82,10 @@ def test_01_client_leaves_while_decode_waits_for_a_silent_prefill_worker(family:
     assert finish(world)[0].outcome is Outcome.CANCELLED
 
 
+@pytest.mark.bad_day(2)
 @each_family
-def test_02_client_leaves_between_prefills_end_and_decodes_takeover(family: Family) -> None:
-    """2: prefill has finished, decode has not taken over, and the client leaves. Both legs end at once."""
+def test_client_leaves_between_prefills_end_and_decodes_takeover(family: Family) -> None:
+    """Prefill has finished, decode has not taken over, and the client leaves. Both legs end at once."""
     world = make_world(
         ask(num_prompt_tokens=40, leave_after_tokens=1), family=family, link_ns_per_byte=SLOW_LINK, max_running=2
     )
@@ -75,8 +96,9 @@ def test_02_client_leaves_between_prefills_end_and_decodes_takeover(family: Fami
     finish(world)
 
 
-def test_03_leases_of_requests_that_queue_are_renewed() -> None:
-    """3: under a batch of 128 requests, reservations wait far longer than a lease lasts. None of them expires."""
+@pytest.mark.bad_day(3)
+def test_leases_of_requests_that_queue_are_renewed() -> None:
+    """Under a batch of 128 requests, reservations wait far longer than a lease lasts. None of them expires."""
     requests = [ask(index, num_prompt_tokens=20, max_tokens=3) for index in range(128)]
     limits = dataclasses.replace(SIM_PUSH_LIMITS, lease_ttl_ns=200 * MILLISECOND_NS)
     world = make_world(
@@ -85,18 +107,27 @@ def test_03_leases_of_requests_that_queue_are_renewed() -> None:
         queue_limit=200,
         queue_timeout_s=100.0,
         max_attempts=1,
+        num_prefill=2,
         num_blocks=256,
-        max_running=4,
-        cost=StepCost(base_ns=60 * MILLISECOND_NS),
+        max_running=8,
+        cost=StepCost(base_ns=150 * MILLISECOND_NS),
     )
+    most_leases = oldest_ms = 0
+    while len(world.clients) < 128 or not all(client.has_ended for client in world.clients):
+        world.kernel.run_until(world.kernel.now_ns + 50 * MILLISECOND_NS)
+        leases = world.coordinator.state.leases(world.coordinator.process.now_ns())
+        most_leases = max(most_leases, len(leases))
+        oldest_ms = max([oldest_ms, *(lease.age_ms for lease in leases)])
     assert_answered(world)
+    assert most_leases >= 8 and oldest_ms > 3 * 200, f"{most_leases} leases, at most {oldest_ms} ms old"
     assert count(world, "LegFailed") == 0 and world.fabric.num_fences == 0
 
 
+@pytest.mark.bad_day(4)
 @pytest.mark.parametrize("damage", ["corrupt", "skip_data"])
 @each_family
-def test_04_a_block_that_is_not_what_was_granted_is_never_used(family: Family, damage: str) -> None:
-    """4: KV that is stale or damaged fails closed; the request is computed again and the answer is right. (That a
+def test_a_block_that_is_not_what_was_granted_is_never_used(family: Family, damage: str) -> None:
+    """KV that is stale or damaged fails closed; the request is computed again and the answer is right. (That a
     generation is verified, and what it guards, is shown in test_mutations.)"""
     faults = (fault(FaultKind.DATA, 0, "p0", duration_ns=60 * MILLISECOND_NS, detail=damage, amount=1.0),)
     world = make_world(ask(num_prompt_tokens=30), faults=faults, family=family, max_attempts=8)
@@ -104,10 +135,11 @@ def test_04_a_block_that_is_not_what_was_granted_is_never_used(family: Family, d
     assert count(world, "PushMissing(") + count(world, "PushStop(") > 0
 
 
+@pytest.mark.bad_day(5)
 @each_family
 @pytest.mark.parametrize("name", ["p0", "d0"])
-def test_05_a_worker_restarts_at_the_same_address(family: Family, name: str) -> None:
-    """5: its peer still has the old life's connection. The stale peer is evicted; a later push is as good as any."""
+def test_a_worker_restarts_at_the_same_address(family: Family, name: str) -> None:
+    """Its peer still has the old life's connection. The stale peer is evicted; a later push is as good as any."""
     crash = fault(FaultKind.CRASH, ARRIVAL_NS + 12 * MILLISECOND_NS, name)
     later = [ask(index, arrival_ns=index * 400 * MILLISECOND_NS) for index in range(1, 5)]
     world = make_world(ask(), *later, faults=(crash,), family=family, same_address=True, restart_ns=MILLISECOND_NS)
@@ -115,22 +147,32 @@ def test_05_a_worker_restarts_at_the_same_address(family: Family, name: str) -> 
     assert count(world, f"-> {name}#2", "Reserve(" if name == "d0" else "Prefill(") >= 4
 
 
-@pytest.mark.parametrize("leave_after_tokens", [2, 9, 20])
-def test_06_a_sequence_that_decode_preempted_is_cancelled(leave_after_tokens: int) -> None:
-    """6: retracted at decode, or aborted after its transfer: whatever it held is released."""
-    requests = [
-        ask(index, num_prompt_tokens=30, max_tokens=30, leave_after_tokens=leave_after_tokens) for index in range(4)
-    ]
-    world = make_world(*requests, num_blocks=24, max_model_tokens=64)
-    run_until(world, lambda: len(world.clients) == 4 and all(client.has_ended for client in world.clients))
-    assert run_until(world, lambda: is_free(world)) < SECOND_NS
-    finish(world)
+@pytest.mark.bad_day(6)
+def test_a_sequence_that_decode_preempted_is_cancelled(preempted: list[SequenceKey]) -> None:
+    """Retracted at decode, or aborted after its transfer: all it held is released. Each history is played twice; the
+    second time the client whose answer was the first to be preempted leaves just after."""
+    for seed in range(6):
+        requests = [ask(index, num_prompt_tokens=30, max_tokens=30) for index in range(3)]
+        world = make_world(*requests, num_blocks=24, seed=seed)
+        preempted.clear()
+        run_until(world, lambda: bool(preempted))
+        victim = int(preempted[0].request_id[1:])
+        leave_ns = world.kernel.now_ns - ARRIVAL_NS + MILLISECOND_NS
+        requests[victim] = dataclasses.replace(requests[victim], leave_ns=leave_ns)
+        world = make_world(*requests, num_blocks=24, seed=seed)
+        world.kernel.run_until(ARRIVAL_NS + leave_ns - 1)
+        decode = world.worker("d0")
+        assert decode is not None and decode.state.load().num_waiting == 1 and not world.clients[victim].has_ended
+        ends = [client.outcome for client in finish(world)]
+        assert ends.pop(victim) is Outcome.CANCELLED and all(outcome in ANSWERED for outcome in ends)
+        assert is_free(world)
 
 
+@pytest.mark.bad_day(7)
 @each_family
 @pytest.mark.parametrize("is_local", [False, True])
-def test_07_a_request_is_killed_at_every_moment_of_its_life(family: Family, is_local: bool) -> None:
-    """7: wherever the cancellation meets it, everything is free within a second and the next request runs."""
+def test_a_request_is_killed_at_every_moment_of_its_life(family: Family, is_local: bool) -> None:
+    """Wherever the cancellation meets it, everything is free within a second and the next request runs."""
     num_ends = dict.fromkeys(Outcome, 0)
     for step in range(60):
         cancelled = ask(0, num_prompt_tokens=30, max_tokens=3, leave_ns=step * MILLISECOND_NS)
@@ -146,15 +188,71 @@ def test_07_a_request_is_killed_at_every_moment_of_its_life(family: Family, is_l
     assert num_ends[Outcome.CANCELLED] > 10 and num_ends[Outcome.LENGTH] > 5, num_ends
 
 
-def test_09_pools_too_small_for_what_comes_do_not_lock_each_other() -> None:
-    """9: both sides are full of each other's requests. Decode is acquired first, so that no cycle can be closed."""
+def stop_prefill(step: int, **fields: Any) -> World:
+    """A request whose push takes a quarter of a second, and a SIGTERM for its prefill worker at some moment of it."""
+    world = make_world(ask(num_prompt_tokens=40), max_attempts=1, link_ns_per_byte=10 * SLOW_LINK, seed=step, **fields)
+    world.kernel.run_until(ARRIVAL_NS + 10 * step * MILLISECOND_NS)
+    node = world.worker("p0")
+    assert node is not None
+    node.leave()
+    run_until(world, lambda: not node.process.alive, limit_ns=4 * SECOND_NS)
+    return world
+
+
+@pytest.mark.bad_day(8)
+@each_family
+def test_a_prefill_worker_that_is_stopped_waits_until_its_kv_is_taken_over(family: Family) -> None:
+    """At every moment of a push: the worker is gone, and the request's only attempt ends well."""
+    for step in range(1, 40, 2):
+        world = stop_prefill(step, family=family)
+        assert_answered(world)
+        assert count(world, "LegFailed") == 0
+    hasty = dataclasses.replace(SIM_AGENT_LIMITS, max_leave_ns=1, leave_notice_ns=1)
+    world = stop_prefill(9, family=family, agent_limits=hasty)
+    run_until(world, lambda: world.clients[0].has_ended)
+    assert count(world, "LegFailed") > 0, "a worker that did not wait would not be noticed"
+
+
+@pytest.mark.bad_day(8)
+def test_a_worker_that_leaves_is_given_no_new_work() -> None:
+    requests = [ask(index, arrival_ns=ARRIVAL_NS + index * 10 * MILLISECOND_NS) for index in range(20)]
+    world = make_world(*requests, num_prefill=2, max_attempts=1, restart_ns=LONG_NS)
+    world.kernel.run_until(ARRIVAL_NS + 35 * MILLISECOND_NS)
+    node = world.worker("p0")
+    assert node is not None
+    node.leave()
+    world.kernel.run_until(world.kernel.now_ns + 5 * MILLISECOND_NS)
+    num_given = count(world, "-> p0#1", "Prefill(")
+    world.kernel.run_until(ARRIVAL_NS + SECOND_NS)
+    assert not node.process.alive and count(world, "-> p0#1", "Prefill(") == num_given
+    assert [client.outcome in ANSWERED for client in world.clients] == [True] * 20
+    assert count(world, "LegFailed") == 0
+
+
+@pytest.mark.bad_day(8)
+@each_family
+def test_a_worker_leaves_in_the_end_also_if_nobody_takes_its_kv_over(family: Family) -> None:
+    away = fault(FaultKind.PAUSE, ARRIVAL_NS + 60 * MILLISECOND_NS, "d0", duration_ns=20 * SECOND_NS)
+    world = make_world(ask(num_prompt_tokens=40), faults=(away,), family=family, link_ns_per_byte=10 * SLOW_LINK)
+    world.kernel.run_until(ARRIVAL_NS + 80 * MILLISECOND_NS)
+    node = world.worker("p0")
+    assert node is not None
+    node.leave()
+    assert run_until(world, lambda: not node.process.alive) <= SIM_AGENT_LIMITS.max_leave_ns + MILLISECOND_NS
+    assert_answered(world)
+
+
+@pytest.mark.bad_day(9)
+def test_pools_too_small_for_what_comes_do_not_lock_each_other() -> None:
+    """Both sides are full of each other's requests. Decode is acquired first, so that no cycle can be closed."""
     requests = [ask(index, num_prompt_tokens=40, max_tokens=16) for index in range(24)]
     world = make_world(*requests, num_prefill=2, num_decode=2, num_blocks=18, queue_timeout_s=60.0)
     assert_answered(world)
 
 
-def test_10_arrivals_do_not_fill_decodes_memory() -> None:
-    """10: reservations stay under their watermark, and writes in flight under theirs, however many requests come."""
+@pytest.mark.bad_day(10)
+def test_arrivals_do_not_fill_decodes_memory() -> None:
+    """Reservations stay under their watermark, and writes in flight under theirs, however many requests come."""
     requests = [ask(index, num_prompt_tokens=30) for index in range(60)]
     world = make_world(
         *requests, num_prefill=3, num_blocks=40, queue_limit=100, queue_timeout_s=60.0, link_ns_per_byte=SLOW_LINK
@@ -177,9 +275,10 @@ def test_10_arrivals_do_not_fill_decodes_memory() -> None:
 # ---- failure of a peer ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.bad_day(11)
 @each_family
-def test_11_prefill_dies_at_any_moment_of_its_first_connection(family: Family) -> None:
-    """11: decode neither waits for ever nor dies of it; that request alone is tried again."""
+def test_prefill_dies_at_any_moment_of_its_first_connection(family: Family) -> None:
+    """Decode neither waits for ever nor dies of it; that request alone is tried again."""
     for step in range(24):
         at_ns = ARRIVAL_NS + 2 * MILLISECOND_NS + step * MILLISECOND_NS // 4
         crash = fault(FaultKind.CRASH, at_ns, "p0", duration_ns=3 * SECOND_NS)
@@ -187,8 +286,9 @@ def test_11_prefill_dies_at_any_moment_of_its_first_connection(family: Family) -
         assert_answered(world)
 
 
-def test_12_a_worker_of_another_layout_is_refused_when_it_registers() -> None:
-    """12: with both sides' values in the message, before it can meet anybody."""
+@pytest.mark.bad_day(12)
+def test_a_worker_of_another_layout_is_refused_when_it_registers() -> None:
+    """With both sides' values in the message, before it can meet anybody."""
     world = make_world(ask(arrival_ns=200 * MILLISECOND_NS), num_decode=2)
     world.kernel.run_until(50 * MILLISECOND_NS)
     config = worker_config(world.scenario, WorkerId("stranger", 1), token_address="stranger:tokens")
@@ -200,9 +300,10 @@ def test_12_a_worker_of_another_layout_is_refused_when_it_registers() -> None:
     assert_answered(world)
 
 
+@pytest.mark.bad_day(15)
 @each_family
-def test_15_an_error_that_one_leg_knows_reaches_the_other_at_once(family: Family) -> None:
-    """15: the engine of either side fails; the other side's blocks are free long before any lease ends."""
+def test_an_error_that_one_leg_knows_reaches_the_other_at_once(family: Family) -> None:
+    """The engine of either side fails; the other side's blocks are free long before any lease ends."""
     for name in ("p0", "d0"):
         failure = fault(FaultKind.FAIL_STEPS, ARRIVAL_NS, name, amount=2)
         world = make_world(ask(max_tokens=20), faults=(failure,), family=family, max_attempts=1)
@@ -211,8 +312,9 @@ def test_15_an_error_that_one_leg_knows_reaches_the_other_at_once(family: Family
         assert finish(world)[0].outcome is Outcome.INTERNAL
 
 
-def test_16_decodes_transport_fails_and_prefill_does_not_hang() -> None:
-    """16: nothing passes between one pair of workers. The push is cancelled, its blocks are released, and the request
+@pytest.mark.bad_day(16)
+def test_decodes_transport_fails_and_prefill_does_not_hang() -> None:
+    """Nothing passes between one pair of workers. The push is cancelled, its blocks are released, and the request
     runs on another decode worker."""
     apart = fault(FaultKind.PARTITION, 0, "p0", other="d0", duration_ns=LONG_NS)
     world = make_world(ask(), faults=(apart,), family=Family.REMOTE, num_decode=2, max_attempts=6)
@@ -222,9 +324,10 @@ def test_16_decodes_transport_fails_and_prefill_does_not_hang() -> None:
     assert world.kernel.now_ns < LONG_NS
 
 
+@pytest.mark.bad_day(17)
 @pytest.mark.parametrize("pool", ["p0", "d0"])
-def test_17_both_legs_are_placed_or_neither(pool: str) -> None:
-    """17: a pool is away altogether. Without prefill workers decode reads the prompt itself; without decode workers
+def test_both_legs_are_placed_or_neither(pool: str) -> None:
+    """A pool is away altogether. Without prefill workers decode reads the prompt itself; without decode workers
     nothing is begun anywhere until one is back."""
     away = fault(FaultKind.CRASH, 5 * MILLISECOND_NS, pool, duration_ns=SECOND_NS)
     world = make_world(ask(arrival_ns=100 * MILLISECOND_NS), faults=(away,))
@@ -236,9 +339,10 @@ def test_17_both_legs_are_placed_or_neither(pool: str) -> None:
     assert_answered(world)
 
 
+@pytest.mark.bad_day(18)
 @each_family
-def test_18_no_wait_is_without_a_deadline(family: Family) -> None:
-    """18: every word between the workers is lost, for good. A request with one attempt ends with an error; with another
+def test_no_wait_is_without_a_deadline(family: Family) -> None:
+    """Every word between the workers is lost, for good. A request with one attempt ends with an error; with another
     attempt decode reads the prompt itself, and the answer is right. Nothing is left of either."""
     for max_attempts in (1, 2):
         deaf = fault(FaultKind.DATA, 0, "p0", duration_ns=LONG_NS, detail="lose_notice", amount=1.0)
@@ -250,16 +354,18 @@ def test_18_no_wait_is_without_a_deadline(family: Family) -> None:
         finish(world)
 
 
-def test_19_what_can_never_fit_is_refused_before_anything_is_reserved() -> None:
-    """19: over-long input reaches no worker."""
+@pytest.mark.bad_day(19)
+def test_what_can_never_fit_is_refused_before_anything_is_reserved() -> None:
+    """Over-long input reaches no worker."""
     world = make_world(ask(num_prompt_tokens=65, is_invalid=True))
     assert finish(world)[0].outcome is Outcome.REJECTED_INVALID
     assert count(world, "Reserve(") + count(world, "Prefill(") + count(world, "RunLocal(") == 0
 
 
+@pytest.mark.bad_day(20)
 @each_family
-def test_20_a_failed_load_of_kv_is_an_error_and_not_an_answer(family: Family) -> None:
-    """20: every block arrives damaged, for ever. A client with one attempt is told, and is given no token that is not
+def test_a_failed_load_of_kv_is_an_error_and_not_an_answer(family: Family) -> None:
+    """Every block arrives damaged, for ever. A client with one attempt is told, and is given no token that is not
     right; with more, decode reads the prompt itself in the end."""
     for max_attempts in (1, 3):
         damage = fault(FaultKind.DATA, 0, "p0", duration_ns=20 * SECOND_NS, detail="corrupt", amount=1.0)
@@ -271,8 +377,9 @@ def test_20_a_failed_load_of_kv_is_an_error_and_not_an_answer(family: Family) ->
             assert client.outcome in ANSWERED and count(world, "RunLocal(") == 1
 
 
-def test_21_both_legs_have_one_id() -> None:
-    """21: the id the front made and the attempt the coordinator numbered are the same on both workers."""
+@pytest.mark.bad_day(21)
+def test_both_legs_have_one_id() -> None:
+    """The id the front made and the attempt the coordinator numbered are the same on both workers."""
     world = make_world(ask(5))
     assert_answered(world)
     for command, worker in (("Reserve(", "d0#1"), ("Prefill(", "p0#1")):
@@ -282,10 +389,11 @@ def test_21_both_legs_have_one_id() -> None:
 # ---- answers --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.bad_day(23)
 @each_family
 @pytest.mark.parametrize("num_variants", [1, 3])
-def test_23_an_answer_goes_on_from_another_worker(family: Family, num_variants: int) -> None:
-    """23: decode dies after any number of tokens. None is lost, repeated or changed, also with inexact arithmetic."""
+def test_an_answer_goes_on_from_another_worker(family: Family, num_variants: int) -> None:
+    """Decode dies after any number of tokens. None is lost, repeated or changed, also with inexact arithmetic."""
     for step in range(30):
         crash = fault(FaultKind.CRASH, ARRIVAL_NS + (4 + 2 * step) * MILLISECOND_NS, "d0", duration_ns=SECOND_NS)
         world = make_world(
@@ -294,8 +402,9 @@ def test_23_an_answer_goes_on_from_another_worker(family: Family, num_variants: 
         assert_answered(world)
 
 
-def test_23_a_prefix_hit_does_not_change_an_answer() -> None:
-    """22, 23: the same prompt again and again, now with its blocks cached on both sides. (Compared with the oracle.)"""
+@pytest.mark.bad_day(22)
+def test_a_prefix_hit_does_not_change_an_answer() -> None:
+    """The same prompt again and again, now with its blocks cached on both sides. (Compared with the oracle.)"""
     requests = [
         dataclasses.replace(
             ask(0, num_prompt_tokens=31, arrival_ns=index * 100 * MILLISECOND_NS), request_id=f"r{index}"
@@ -310,15 +419,27 @@ def test_23_a_prefix_hit_does_not_change_an_answer() -> None:
 # ---- load -----------------------------------------------------------------------------------------------------
 
 
-def test_26_answers_that_grow_beyond_the_pool_are_preempted_and_finish() -> None:
-    """26: running answers grow until blocks run out. They are preempted and computed again, and all end well."""
+@pytest.mark.bad_day(26)
+def test_answers_that_grow_beyond_the_pool_are_preempted_and_finish(preempted: list[SequenceKey]) -> None:
+    """Running answers grow until blocks run out. They are preempted and computed again, and all end well."""
+    requests = [ask(index, num_prompt_tokens=16, max_tokens=40) for index in range(6)]
+    world = make_world(*requests, num_blocks=28, queue_timeout_s=60.0)
+    assert_answered(world)
+    assert preempted
+
+
+@pytest.mark.bad_day(26)
+def test_answers_that_admission_expects_are_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no answer is longer than expected, placement leaves them room to grow."""
+    monkeypatch.delattr(StepBuilder, "_preempt")
     requests = [ask(index, num_prompt_tokens=16, max_tokens=40) for index in range(6)]
     world = make_world(*requests, num_blocks=28, queue_timeout_s=60.0)
     assert_answered(world)
 
 
-def test_31_a_full_queue_refuses_early_and_says_when_to_come_back() -> None:
-    """31: nothing queues without bound; what is refused is refused at once."""
+@pytest.mark.bad_day(31)
+def test_a_full_queue_refuses_early_and_says_when_to_come_back() -> None:
+    """Nothing queues without bound; what is refused is refused at once."""
     requests = [ask(index) for index in range(30)]
     world = make_world(*requests, queue_limit=4)
     refused = [client for client in finish(world) if client.outcome is Outcome.REJECTED_OVERLOAD]
@@ -328,9 +449,10 @@ def test_31_a_full_queue_refuses_early_and_says_when_to_come_back() -> None:
         assert client.ended_ns is not None and client.ended_ns < ARRIVAL_NS + 10 * MILLISECOND_NS
 
 
+@pytest.mark.bad_day(32)
 @pytest.mark.parametrize(("slow", "command"), [("p1", "Prefill("), ("d1", "Reserve(")])
-def test_32_a_straggler_gets_less(slow: str, command: str) -> None:
-    """32: the slowest worker of a pool does not keep getting its turn."""
+def test_a_straggler_gets_less(slow: str, command: str) -> None:
+    """The slowest worker of a pool does not keep getting its turn."""
     slowness = fault(FaultKind.SLOW_ENGINE, 5 * MILLISECOND_NS, slow, duration_ns=LONG_NS, amount=8.0)
     requests = [ask(index, arrival_ns=ARRIVAL_NS + index * 25 * MILLISECOND_NS) for index in range(80)]
     world = make_world(*requests, faults=(slowness,), num_prefill=2, num_decode=2)

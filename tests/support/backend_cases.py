@@ -115,6 +115,7 @@ def layer_tensors(shape: LayerShape, dtype: torch.dtype, seed: int = 0) -> Tenso
         "output_norm": vector(HIDDEN, 1.0),
         "mlp_norm": vector(HIDDEN, 1.0),
         "gate_up_weight": weight(2 * INTERMEDIATE, HIDDEN),
+        "gate_up_bias": vector(2 * INTERMEDIATE, 0.0),
         "down_weight": weight(HIDDEN, INTERMEDIATE),
         "head": weight(VOCAB_SIZE, HIDDEN),
         "cos_sin": torch.cat([angles.cos(), angles.sin()], dim=-1),
@@ -126,7 +127,6 @@ def layer_tensors(shape: LayerShape, dtype: torch.dtype, seed: int = 0) -> Tenso
         "attended": matrix(NUM_ROWS, shape.query_size),
         "selected": matrix(NUM_ROWS, shape.query_size),
         "x": matrix(NUM_ROWS, HIDDEN),
-        "gate_up": matrix(NUM_ROWS, 2 * INTERMEDIATE),
         "activated": matrix(NUM_ROWS, INTERMEDIATE),
         "logits": torch.zeros(NUM_ROWS, VOCAB_SIZE),
     }
@@ -148,8 +148,7 @@ def run_layer(backend: Backend, shape: LayerShape, t: Tensors) -> None:
     output_norm = t["output_norm"] if shape.has_norms else None
     residual = t["selected_residual"]
     backend.add_norm(t["x"], output_norm, residual, t["mlp_norm"], EPS, t["normed"], Rows.SELECTED)
-    backend.linear(t["normed"], t["gate_up_weight"], None, t["gate_up"], Rows.SELECTED)
-    backend.gated_activation(t["gate_up"], shape.activation, t["activated"], Rows.SELECTED)
+    backend.gated_linear(t["normed"], t["gate_up_weight"], None, shape.activation, t["activated"], Rows.SELECTED)
     backend.linear(t["activated"], t["down_weight"], None, t["x"], Rows.SELECTED)
     backend.add_norm(t["x"], None, residual, t["input_norm"], EPS, t["normed"], Rows.SELECTED)
     backend.linear(t["normed"], t["head"], None, t["logits"], Rows.SELECTED)
@@ -183,6 +182,7 @@ OPERATIONS = (
         run=lambda b, t: b.select_rows(t["residual"], t["selected_residual"]),
         changes=("selected_residual",),
     ),
+    Operation(name="place rows", run=lambda b, t: b.place_rows(t["selected"], t["attended"]), changes=("attended",)),
     Operation(
         name="norm",
         run=lambda b, t: b.add_norm(None, None, t["residual"], t["mlp_norm"], EPS, t["normed"], Rows.TOKENS),
@@ -233,17 +233,21 @@ OPERATIONS = (
     ),
     Operation(
         name="silu",
-        run=lambda b, t: b.gated_activation(t["gate_up"], "silu", t["activated"], Rows.TOKENS),
+        run=lambda b, t: b.gated_linear(t["normed"], t["gate_up_weight"], None, "silu", t["activated"], Rows.TOKENS),
         changes=("activated",),
     ),
     Operation(
         name="gelu",
-        run=lambda b, t: b.gated_activation(t["gate_up"], "gelu_tanh", t["activated"], Rows.SELECTED),
+        run=lambda b, t: b.gated_linear(
+            t["normed"], t["gate_up_weight"], t["gate_up_bias"], "gelu_tanh", t["activated"], Rows.SELECTED
+        ),
         changes=("activated",),
     ),
     Operation(
         name="activation of nothing",
-        run=lambda b, t: b.gated_activation(t["gate_up"][:0], "silu", t["activated"][:0], Rows.ALL),
+        run=lambda b, t: b.gated_linear(
+            t["normed"][:0], t["gate_up_weight"], None, "silu", t["activated"][:0], Rows.ALL
+        ),
         changes=(),
     ),
 )

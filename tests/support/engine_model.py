@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
 from engine.core.step import SequenceKey, SequenceStep, StepPlan
 from engine.model.config import ModelConfig
@@ -152,6 +153,34 @@ def make_step(
         twins=tuple(twins),
         scored_ids=list(scored_ids),
     )
+
+
+def engine_alone(model: Path, context_tokens: int = 1024) -> Callable[[RequestBody], list[int]]:
+    """What the engine alone draws, one sequence at a time and without chunks."""
+    block_size = 16
+    num_blocks = context_tokens // block_size
+    runner = Runner.from_directory(model, "float32", num_blocks, block_size, 1)
+    table = list(range(num_blocks))
+
+    def draw(body: RequestBody) -> list[int]:
+        output: list[int] = []
+        tokens, start = list(body.prompt_ids), 0
+        while len(output) < body.sampling.max_tokens:
+            step = make_step(
+                tokens,
+                start,
+                table,
+                sampling=body.sampling,
+                position=len(output),
+                prompt_ids=body.prompt_ids,
+                output_ids=output,
+            )
+            ((drawn,),) = runner.run(StepPlan(step_id=0, sequences=[step])).tokens
+            output.append(drawn.token_id)
+            tokens, start = [drawn.token_id], start + len(tokens)
+        return output
+
+    return draw
 
 
 class GreedyLoop:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from baton.v1 import control_pb2_grpc, tokens_pb2_grpc
+from baton.v1 import admin_pb2, admin_pb2_grpc, control_pb2_grpc, tokens_pb2_grpc
 from cluster.core.config import ClusterConfig, CoordinatorConfig, ModelConfig, PoolConfig
 from cluster.core.ids import AttemptId, FrontId, Outcome, Role
 from cluster.core.messages import (
@@ -33,7 +33,7 @@ from cluster.core.messages import (
 )
 from cluster.core.token_messages import Forget, StreamHello, TokenRun, Watch
 from cluster.live.coordinator import CoordinatorSettings, run_coordinator
-from cluster.wire.channels import make_channel
+from cluster.wire.channels import LOOPBACK, make_channel
 from cluster.wire.codec import (
     decode_batch,
     decode_to_front,
@@ -47,6 +47,8 @@ from engine.core.sampling import SamplingParams
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
+RELEASE_TIMEOUT_S = 60.0
+MARGIN_MS = 50
 FRONT = FrontId("test-front", 1)
 
 
@@ -60,11 +62,28 @@ class WorkerProcess:
 
     @classmethod
     async def start(
-        cls, role: Role, name: str, coordinator: str, model: Path, folder: Path, *arguments: str
+        cls,
+        role: Role,
+        name: str,
+        coordinator: str,
+        model: Path,
+        folder: Path,
+        *arguments: str,
+        within: tuple[str, ...] = (),
     ) -> WorkerProcess:
+        """`within`: a command that runs the one behind it in surroundings of its own."""
         log = folder / f"{name}-{time.monotonic_ns()}.log"
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "OMP_NUM_THREADS": "1"}
-        command = (sys.executable, "-m", f"{role.value}_worker", "--coordinator", coordinator, "--model", str(model))
+        command = (
+            *within,
+            sys.executable,
+            "-m",
+            f"{role.value}_worker",
+            "--coordinator",
+            coordinator,
+            "--model",
+            str(model),
+        )
         with log.open("wb") as stderr:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -144,13 +163,14 @@ class TestFront:
         for channel in self._channels:
             await channel.close(None)
 
-    def submit(self, request_id: str, body: RequestBody) -> Answer:
+    def submit(self, request_id: str, body: RequestBody, block_hashes: tuple[bytes, ...] = ()) -> Answer:
         answer = Answer(body=body, submitted_s=time.monotonic())
         self.answers[request_id] = answer
         submit = Submit(
             request_id=request_id,
             num_prompt_tokens=len(body.prompt_ids),
             max_tokens=body.sampling.max_tokens,
+            block_hashes=block_hashes,
         )
         self._outgoing.put_nowait((submit, body))
         return answer
@@ -238,9 +258,10 @@ class TestFront:
 
 
 class PlainCluster:
-    """Use as an async context manager; everything started in it is ended with it."""
+    """Use as an async context manager; everything started in it is ended with it. `host`: where the coordinator is."""
 
-    def __init__(self, model: Path, folder: Path, **coordinator: float) -> None:
+    def __init__(self, model: Path, folder: Path, *, host: str = LOOPBACK, **coordinator: float) -> None:
+        self._host = host
         self.model = model
         self.folder = folder
         self.workers: list[WorkerProcess] = []
@@ -259,12 +280,7 @@ class PlainCluster:
         self._coordinator: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> PlainCluster:
-        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        settings = CoordinatorSettings(config=self._config, epoch=1)
-        self._coordinator = asyncio.create_task(run_coordinator(settings, ready.set_result, self._stop))
-        self.address = await ready
-        self.front = TestFront(self.address)
-        await self.front.start()
+        await self.start_coordinator(epoch=1)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -274,13 +290,24 @@ class PlainCluster:
                 await worker.stop(signal.SIGKILL)
         await self.stop_coordinator()
 
+    async def start_coordinator(self, epoch: int) -> None:
+        """With a new front. A later one takes the place of one that was stopped, at the same address."""
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        port = int(self.address.rpartition(":")[2] or 0)
+        settings = CoordinatorSettings(config=self._config, epoch=epoch, host=self._host, port=port)
+        self._stop.clear()
+        self._coordinator = asyncio.create_task(run_coordinator(settings, ready.set_result, self._stop))
+        self.address = await ready
+        self.front = TestFront(self.address)
+        await self.front.start()
+
     async def stop_coordinator(self) -> None:
         self._stop.set()
         if self._coordinator is not None:
             await self._coordinator
 
-    async def start_worker(self, role: Role, name: str, *arguments: str) -> WorkerProcess:
-        worker = await WorkerProcess.start(role, name, self.address, self.model, self.folder, *arguments)
+    async def start_worker(self, role: Role, name: str, *arguments: str, within: tuple[str, ...] = ()) -> WorkerProcess:
+        worker = await WorkerProcess.start(role, name, self.address, self.model, self.folder, *arguments, within=within)
         self.workers.append(worker)
         return worker
 
@@ -294,3 +321,29 @@ class PlainCluster:
 def greedy(prompt: list[int], max_tokens: int) -> RequestBody:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     return RequestBody(prompt_ids=tuple(prompt), sampling=sampling)
+
+
+def prompt(num_tokens: int, salt: int = 0) -> list[int]:
+    return [3 + (7 * index + salt) % 90 for index in range(num_tokens)]
+
+
+async def nothing_held(cluster: PlainCluster) -> None:
+    """Waits until heartbeats sent from now on show that no worker holds a block, a lease or a request."""
+    began_s = time.monotonic()
+    async with make_channel(cluster.address) as channel:
+        admin = admin_pb2_grpc.AdminStub(channel)
+        while True:
+            status = await admin.GetStatus(admin_pb2.GetStatusRequest())
+            leases = await admin.GetLeases(admin_pb2.GetLeasesRequest())
+            elapsed_ms = (time.monotonic() - began_s) * 1e3
+            workers = [worker for pool in status.pools for worker in pool.workers if worker.state != "down"]
+            are_fresh = all(worker.heartbeat_age_ms < elapsed_ms - MARGIN_MS for worker in workers)
+            if workers and are_fresh and not any(num_held(worker) for worker in workers) and not leases.leases:
+                return
+            assert elapsed_ms < RELEASE_TIMEOUT_S * 1e3, f"still held: {status} {leases}"
+            await asyncio.sleep(0.05)
+
+
+def num_held(worker: admin_pb2.WorkerStatus) -> int:
+    blocks = worker.blocks
+    return blocks.active + blocks.reserved + blocks.quarantined + worker.num_running + worker.num_waiting

@@ -10,6 +10,8 @@ NUM_MODEL_HISTORIES = int(os.environ.get("BATON_MODEL_HISTORIES", "25"))
 """Of the same on a real, tiny model in float32."""
 NUM_SHORT_REQUESTS = int(os.environ.get("BATON_SHORT_REQUESTS", "1000"))
 """Requests after which a worker's memory is looked at."""
+NUM_PUSH_HISTORIES = int(os.environ.get("BATON_PUSH_HISTORIES", "400"))
+"""Random histories of senders and receivers of pushes over a faulty network."""
 NUM_KILLED_PUSHES = int(os.environ.get("BATON_KILLED_PUSHES", "4"))
 """Pushes over shared memory in whose middle a process is killed or stopped, of each kind."""
 NUM_KILLED_REMOTE_PUSHES = int(os.environ.get("BATON_KILLED_REMOTE_PUSHES", "0"))

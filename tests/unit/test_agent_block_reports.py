@@ -6,12 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.agent.block_reports import BlockReporter
-from cluster.core.known_blocks import KnownBlocks
+from cluster.core.ids import Role, WorkerId
 from cluster.core.messages import BlockEvents, BlockRun
+from cluster.core.prefix_map import PrefixMap
 from engine.core.block_hash import ROOT_HASH, block_hash
 from engine.core.block_pool import BlockPool
 
 INTERVAL_NS = 1_000
+WORKER = WorkerId("p0", 1)
 
 
 def name(path: str) -> bytes:
@@ -34,11 +36,12 @@ def reporter_of(pool: BlockPool, *, max_hashes: int = 100) -> BlockReporter:
 
 
 class Listener:
-    """Keeps the hashes that it was told of and not told to be gone; is exact where KnownBlocks counts."""
+    """Keeps the hashes that it was told of and not told to be gone, and has a PrefixMap hear the same."""
 
     def __init__(self) -> None:
         self.hashes: set[bytes] = set()
-        self.counted = KnownBlocks()
+        self.prefix_map = PrefixMap()
+        self.prefix_map.join(WORKER, Role.PREFILL)
 
     def hear(self, events: BlockEvents) -> bool:
         if events.is_snapshot:
@@ -48,8 +51,8 @@ class Listener:
         for run in events.stored:
             assert run.hashes and not self.hashes & set(run.hashes)
             self.hashes.update(run.hashes)
-        is_gap = self.counted.hear(events)
-        self.counted.check_invariants()
+        is_gap = self.prefix_map.hear(WORKER, events)
+        self.prefix_map.check_invariants()
         return is_gap
 
 
@@ -97,7 +100,7 @@ def test_much_is_told_in_parts() -> None:
         told = reporter.take(now_ns)
         assert told is not None and told.is_snapshot == (now_ns == 0)
         listener.hear(told)
-    assert [len(listener.hashes), listener.counted.num_blocks] == [10, 10]
+    assert [len(listener.hashes), listener.prefix_map.num_blocks_of(WORKER)] == [10, 10]
     assert reporter.next_deadline_ns() is None
 
 
@@ -112,24 +115,6 @@ def test_starting_over_tells_everything_at_the_next_number() -> None:
         is_snapshot=True,
         stored=(BlockRun(parent=ROOT_HASH, hashes=(name("a"), name("ab"))),),
     )
-
-
-def test_a_gap_is_asked_about_once_and_closed_by_a_snapshot() -> None:
-    known = KnownBlocks()
-    run = (BlockRun(parent=ROOT_HASH, hashes=(b"1", b"2")),)
-    assert not known.hear(BlockEvents(sequence_number=7, is_snapshot=True, stored=run))
-    assert not known.hear(BlockEvents(sequence_number=8, is_snapshot=False, evicted=(b"1",)))
-    assert known.num_blocks == 1
-    assert known.hear(BlockEvents(sequence_number=10, is_snapshot=False, evicted=(b"2",)))
-    assert not known.hear(BlockEvents(sequence_number=11, is_snapshot=False, stored=run))
-    assert known.num_blocks == 1
-    assert not known.hear(BlockEvents(sequence_number=12, is_snapshot=True, stored=run))
-    assert not known.hear(BlockEvents(sequence_number=13, is_snapshot=False, evicted=(b"1",)))
-    assert known.num_blocks == 1
-
-
-def test_events_that_do_not_begin_with_a_snapshot_are_a_gap() -> None:
-    assert KnownBlocks().hear(BlockEvents(sequence_number=2, is_snapshot=False))
 
 
 @settings(max_examples=200, deadline=None)
@@ -167,4 +152,4 @@ def test_whoever_listens_comes_to_know_exactly_what_can_be_found(
         pool.check_invariants()
     findable = {name(path) for path in paths if pool.match([name(path)])}
     assert listener.hashes == findable
-    assert listener.counted.num_blocks == pool.num_indexed == len(findable)
+    assert listener.prefix_map.num_blocks_of(WORKER) == pool.num_indexed == len(findable)

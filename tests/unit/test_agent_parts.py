@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
 from cluster.agent.job_thread import JobThread
 from cluster.agent.limits import AgentLimits
 from cluster.agent.link import CoordinatorLink
-from cluster.agent.step_costs import NUM_WARM_UP_STEPS, StepCosts
+from cluster.agent.step_costs import NUM_SAMPLES, NUM_WARM_UP_STEPS, StepCosts
 from cluster.core.ids import WorkerId
 from cluster.core.messages import Command, WorkerWelcome
 from engine.core.sampling import SamplingParams
@@ -65,6 +66,34 @@ def test_short_chunks_say_nothing_of_a_tokens_cost() -> None:
     for _ in range(NUM_WARM_UP_STEPS + 5):
         costs.add(plan(3), 10 * MILLISECOND_NS)
     assert (costs.prefill_token_ms, costs.decode_step_ms) == (0.0, 0.0)
+
+
+def decode_plan(*context_tokens: int) -> StepPlan:
+    sequences = [
+        replace(step, start=count - 1) for step, count in zip(plan(*[1] * 64).sequences, context_tokens, strict=False)
+    ]
+    return StepPlan(step_id=0, sequences=sequences)
+
+
+def test_a_decode_steps_cost_is_split_into_its_base_and_its_contexts() -> None:
+    costs = StepCosts()
+    for index in range(400):
+        num_tokens = 100 + 37 * index % 2000
+        costs.add(decode_plan(num_tokens, num_tokens), 5 * MILLISECOND_NS + 2 * num_tokens * 1_000)
+        if index % 50 == 49:
+            costs.add(decode_plan(100), 400 * MILLISECOND_NS)
+    predicted_ms = costs.decode_base_ms + 3_000 * costs.context_token_ms
+    assert 0.0006 < costs.context_token_ms < 0.0011 and 7.0 < predicted_ms < 9.0
+    for _ in range(NUM_SAMPLES):
+        costs.add(decode_plan(500, 500), 60 * MILLISECOND_NS)
+    assert costs.decode_base_ms > 40.0, "a worker that has become slow shows at once"
+
+
+def test_contexts_of_one_length_say_nothing_of_their_cost() -> None:
+    costs = StepCosts()
+    for index in range(50):
+        costs.add(decode_plan(1_000 + index), (10 + index % 2) * MILLISECOND_NS)
+    assert costs.context_token_ms < 0.001 and 9.0 < costs.decode_base_ms <= 11.0
 
 
 def test_heartbeats_come_once_a_period_even_after_a_late_tick() -> None:

@@ -20,6 +20,7 @@ from cluster.core.messages import (
     PeerFenced,
     PeerLost,
     Reserve,
+    ReserveGranted,
     ReserveRefused,
     RunLocal,
     SendBlockSnapshot,
@@ -34,7 +35,7 @@ from engine.core.block_hash import ROOT_HASH, extra_key, hash_blocks
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
 from engine.core.step import StepPlan, StepResult
-from kv_transfer.protocol.messages import FirstToken, PeerId, PushEnd
+from kv_transfer.protocol.messages import FirstToken, PeerId, PushEnd, PushKey
 from tests.support.toy_engine import undisturbed
 from tests.support.worker_pair import (
     BLOCK_SIZE,
@@ -42,6 +43,7 @@ from tests.support.worker_pair import (
     MILLISECOND_NS,
     SECOND_NS,
     TOY_BANDWIDTH_BYTES_PER_S,
+    TTL_MS,
     Request,
     World,
 )
@@ -232,6 +234,7 @@ def test_many_requests_share_both_workers() -> None:
 # ---- cancelling --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.bad_day(6, 7)
 @pytest.mark.parametrize("local", [False, True])
 def test_cancel_after_any_number_of_events_leaves_nothing(local: bool) -> None:
     for num_events in range(200):
@@ -300,10 +303,12 @@ def test_corrupt_block_is_written_again() -> None:
     finish(world, request)
 
 
+@pytest.mark.bad_day(4, 20)
 @pytest.mark.parametrize(
     "change",
     [
         {"num_tokens": 18},
+        {"num_blocks": 6},
         {"first_tokens": ()},
         {"first_tokens": (FirstToken(choice=0, position=1, token_id=7),)},
         {"first_tokens": (FirstToken(choice=1, position=0, token_id=7),)},
@@ -327,6 +332,7 @@ def test_push_of_something_else_than_was_asked_for_is_not_committed(change: dict
     finish(world, request)
 
 
+@pytest.mark.bad_day(11, 15)
 def test_unreachable_peer_fails_the_attempt_on_both_sides() -> None:
     world = World()
     request = world.submit("r", body())
@@ -360,6 +366,24 @@ def test_write_that_may_still_land_is_never_reported_as_stopped() -> None:
     finish(world, request)
 
 
+def test_blocks_that_came_for_a_cancelled_push_are_nobodys_damage() -> None:
+    """They may be another's before they are verified: what is found there must not be called corrupt."""
+    world = World()
+    request = world.submit("r", body())
+    key = PushKey("r", 1)
+    world.prefill.connect()
+    world.prefill.end_step()
+    world.prefill.land_write()
+    while world.decode.inbox:
+        world.decode.receive()
+    assert world.decode.verifications and world.decode.state.is_receiving(key)
+    world.cancel(request)
+    assert not world.decode.state.is_receiving(key)
+    finish(world, request)
+    assert not world.decode.state.is_receiving(key)
+
+
+@pytest.mark.bad_day(1)
 def test_silent_sender_loses_its_lease_and_is_fenced() -> None:
     world = World()
     request = world.submit("r", body())
@@ -385,6 +409,23 @@ def test_lost_prefill_worker_fails_what_waits_for_it_and_frees_the_blocks() -> N
     finish(world, request)
 
 
+def test_newer_life_of_a_sender_is_granted_and_only_the_older_ones_pushes_fail() -> None:
+    """Its Reserve may come before anybody has said that the older life is lost."""
+    world = World()
+    older = world.prefill.config.hello.ref
+    newer = replace(older, worker=WorkerId(older.worker.name, older.worker.incarnation + 1))
+    attempts = [AttemptId("r1", 1), AttemptId("r2", 1)]
+    for lease_id, (attempt, source) in enumerate(zip(attempts, (older, newer), strict=True), start=1):
+        num_tokens = len(PROMPT) + 1
+        reserve = Reserve(attempt=attempt, lease_id=lease_id, source=source, num_tokens=num_tokens, ttl_ms=TTL_MS)
+        world.decode.command(reserve, body())
+    granted = [m.attempt for _, m in world.messages if isinstance(m, ReserveGranted)]
+    failed = [m.attempt for _, m in world.messages if isinstance(m, LegFailed)]
+    assert granted == attempts and failed == attempts[:1]
+    counts = world.decode.state.pool.counts()
+    assert (counts.quarantined, counts.reserved) == (5, 5)
+
+
 def test_peer_lost_twice_is_answered_twice() -> None:
     world = World()
     stranger = WorkerId("x", 3)
@@ -392,6 +433,21 @@ def test_peer_lost_twice_is_answered_twice() -> None:
         world.decode.command(PeerLost(peer=stranger))
         world.run_later()
     assert [m for _, m in world.messages].count(PeerFenced(peer=stranger)) == 2
+
+
+def test_coordinator_that_missed_a_fence_is_told_when_it_places_a_push_from_that_life() -> None:
+    """It was away: without that word the life, which is well, would be refused here again and again."""
+    world = World()
+    fenced, source = world.prefill.worker, world.prefill.config.hello.ref
+    world.decode.handle(ev.FenceDone(peer=world.prefill.peer))
+    world.messages.clear()  # nobody heard of it
+    reserve = Reserve(attempt=AttemptId("r", 1), lease_id=1, source=source, num_tokens=len(PROMPT) + 1, ttl_ms=1000)
+    world.decode.command(reserve, body())
+    told = [message for host, message in world.messages if host == world.decode.worker]
+    assert told[0] == PeerFenced(peer=fenced)
+    assert isinstance(told[1], ReserveRefused) and "fenced" in told[1].reason
+    counts = world.decode.state.pool.counts()
+    assert (counts.reserved, counts.quarantined) == (0, 0)
 
 
 def test_failed_step_fails_its_attempts_and_many_in_a_row_end_the_worker() -> None:
@@ -541,7 +597,7 @@ def test_load_reports_measured_costs_and_leaves_out_the_warm_up() -> None:
             break
         host.end_step(duration_ns=(1_000 if index < 6 else 4) * MILLISECOND_NS)
     load = host.state.load()
-    assert load.decode_step_ms == 4.0 and load.num_steps == 22
+    assert load.decode_base_ms == 4.0 and load.decode_context_token_ms == 0.0 and load.num_steps == 22
     finish(world, request)
 
 

@@ -58,6 +58,15 @@ def test_a_quarter_of_the_median_is_not_slow_yet() -> None:
     assert [slow(link) for link in table.report(P1, "p", [("d", report(D0, 2 * GB - 1))])] == [(P1, D0)]
 
 
+def test_the_bandwidth_of_a_link_that_is_not_there_is_what_its_pools_have() -> None:
+    table = LinkTable()
+    assert table.bandwidth_bytes_per_s(P0, D0, ("p", "d")) == 0
+    table.report(P0, "p", [("d", report(D0, 8 * GB)), ("d", report(D1, 2 * GB))])
+    assert table.bandwidth_bytes_per_s(P0, D1, ("p", "d")) == 2 * GB
+    assert table.bandwidth_bytes_per_s(P1, D1, ("p", "d")) == 5 * GB
+    assert table.bandwidth_bytes_per_s(P1, D1, ("p", "e")) == 0
+
+
 def test_the_first_link_turns_out_slow_when_others_come() -> None:
     table = LinkTable()
     assert table.report(P0, "p", [("d", report(D0, GB))]) == []
@@ -117,6 +126,7 @@ def beat(bench: Bench, writer: WorkerId, **links: float) -> list[str]:
     return [str(effect.link) for effect in effects if isinstance(effect, WarnOfLink)]
 
 
+@pytest.mark.bad_day(14)
 def test_the_coordinator_warns_once_and_shows_what_there_is() -> None:
     bench = Bench()
     bench.join(P0, P1, D0, D1)
@@ -144,6 +154,7 @@ def test_links_of_workers_that_are_lost_or_unknown_are_not_shown() -> None:
     assert bench.state.status(bench.now_ns).links == ()
 
 
+@pytest.mark.bad_day(14)
 def test_the_driver_logs_a_slow_link_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         driver = Driver(ClusterState(make_config(), epoch=3), lambda worker, reason: None)

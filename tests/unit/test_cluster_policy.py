@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -18,19 +19,35 @@ from cluster.policy.admission import (
     Situation,
     admit,
 )
-from cluster.policy.placement import Demand, Placement, Wait, demand_of, place
+from cluster.policy.candidates import MAX_HOLDERS, NUM_DRAWN, candidates_of
+from cluster.policy.placement import Candidates, Demand, Placement, Wait, demand_of, place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeWorker:
     id: WorkerId
+    pool_name: str = "p"
     num_total_blocks: int = 100
+    block_size_bytes: int = 1_000_000
     num_promised_blocks: int = 0
     num_sequences: int = 0
     max_running: int = 8
     chunk_tokens: int = 64
     backlog_tokens: int = 0
+    num_given_tokens: int = 0
     ms_per_token: float = 0.0
+    decode_base_ms: float = 0.0
+    decode_context_token_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FakeLinks:
+    """Bandwidths in bytes a second, by the names of writer and peer."""
+
+    known: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def bandwidth_bytes_per_s(self, writer: WorkerId, peer: WorkerId, pools: tuple[str, str]) -> int:
+        return self.known.get((writer.name, peer.name), 0)
 
 
 def _worker(name: str, **values: float) -> FakeWorker:
@@ -43,14 +60,31 @@ def _place(
     *,
     num_tokens: int = 40,
     excluded: tuple[str, ...] = (),
+    held: dict[str, int] | None = None,
+    links: dict[tuple[str, str], int] | None = None,
 ) -> tuple[str | None, str] | str:
-    """Names of prefill and decode, or the reason to wait."""
+    """Names of prefill and decode, or the reason to wait. `held`: blocks of the prompt, by worker name."""
     demand = demand_of(num_tokens, 8, 16)
-    decision = place(demand, prefill, decode, {WorkerId(name, 1): 0 for name in excluded})
+    candidates = _candidates(prefill, decode, held, links)
+    decision = place(demand, candidates, {WorkerId(name, 1): 0 for name in excluded})
     if isinstance(decision, Wait):
         return decision.reason
     assert isinstance(decision, Placement) and decision.reason
     return (None if decision.prefill is None else decision.prefill.name, decision.decode.name)
+
+
+def _candidates(
+    prefill: list[FakeWorker],
+    decode: list[FakeWorker],
+    held: dict[str, int] | None = None,
+    links: dict[tuple[str, str], int] | None = None,
+) -> Candidates:
+    return Candidates(
+        prefill=tuple(prefill),
+        decode=tuple(decode),
+        num_held_blocks={WorkerId(name, 1): num_blocks for name, num_blocks in (held or {}).items()},
+        links=FakeLinks(links or {}),
+    )
 
 
 # ---- placement ------------------------------------------------------------------------------------------------
@@ -66,9 +100,11 @@ def test_demand_counts_the_prompt_one_more_and_what_is_expected(
     assert demand_of(num_tokens, num_left, 16) == Demand(
         num_tokens=num_tokens,
         num_sequences=1,
+        num_emitted=max(1, min(num_left, 256)),
         num_read_blocks=num_read_blocks,
         num_kv_blocks=num_read_blocks,
         num_expected_blocks=num_expected_blocks,
+        block_size=16,
     )
 
 
@@ -86,7 +122,7 @@ def test_each_answer_takes_a_place_in_the_batch() -> None:
     def placed(num_choices: int, num_running: int) -> Placement | Wait:
         prefill = [_worker("p0", num_sequences=7)]
         demand = demand_of(40, 8, 16, num_choices=num_choices)
-        return place(demand, prefill, [_worker("d0", num_sequences=num_running)], {})
+        return place(demand, _candidates(prefill, [_worker("d0", num_sequences=num_running)]), {})
 
     assert isinstance(placed(4, 4), Placement)
     assert placed(4, 5) == Wait(reason="no decode worker has room")
@@ -161,6 +197,105 @@ def test_a_prompt_too_large_for_a_reservation_is_read_on_decode() -> None:
     assert "cannot start soon" in str(_place([_worker("p0")], [waiting], num_tokens=7 * 16))
 
 
+# ---- placement by what it should cost -------------------------------------------------------------------------
+
+
+def test_decode_is_taken_by_predicted_time_per_token() -> None:
+    costs = {"decode_base_ms": 10.0, "decode_context_token_ms": 0.01}
+    full_of_long_contexts = _worker("d0", num_promised_blocks=80, num_sequences=1, **costs)
+    many_short_ones = _worker("d1", num_promised_blocks=20, num_sequences=6, **costs)
+    assert _place([_worker("p0")], [full_of_long_contexts, many_short_ones]) == ("p0", "d1")
+    straggler = _worker("d2", decode_base_ms=40.0, decode_context_token_ms=0.01)
+    assert _place([_worker("p0")], [straggler, many_short_ones]) == ("p0", "d1")
+    unmeasured = _worker("d2")
+    assert _place([_worker("p0")], [unmeasured, many_short_ones]) == ("p0", "d2"), "it counts as an average one, idle"
+
+
+def test_nearly_equal_costs_are_decided_by_load() -> None:
+    loaded = _worker("d0", num_promised_blocks=60, num_sequences=2, decode_base_ms=10.0)
+    empty = _worker("d1", decode_base_ms=10.9)
+    assert _place([_worker("p0")], [loaded, empty]) == ("p0", "d1")
+    assert _place([_worker("p0")], [loaded, replace(empty, decode_base_ms=11.1)]) == ("p0", "d0")
+    readers = [_worker("p0", ms_per_token=1.0, num_given_tokens=500), _worker("p1", ms_per_token=1.05)]
+    assert _place(readers, [empty]) == ("p1", "d1"), "idle ones take turns, by what they have been given before"
+
+
+def test_the_prompt_is_read_where_its_beginning_is_cached() -> None:
+    holder, other = _worker("p1", ms_per_token=1.0), _worker("p0", ms_per_token=1.0)
+    assert _place([other, holder], [_worker("d0")], held={"p1": 2}) == ("p1", "d0")
+    busy = replace(holder, backlog_tokens=20)
+    assert _place([other, busy], [_worker("d0")], held={"p1": 2}) == ("p1", "d0")
+    busier = replace(holder, backlog_tokens=140)
+    assert _place([other, busier], [_worker("d0")], held={"p1": 2}) == ("p0", "d0"), "computing it again is better"
+
+
+def test_what_others_would_wait_for_counts_as_well() -> None:
+    """The holder would have read it a little later than the other one, which would be busy for much longer."""
+    holder, other = _worker("p1", ms_per_token=1.0, backlog_tokens=60), _worker("p0", ms_per_token=1.0)
+    assert _place([other, holder], [_worker("d0")], held={"p1": 2}) == ("p1", "d0")
+
+
+def test_a_prompt_may_wait_longer_where_it_saves_as_much() -> None:
+    holder = _worker("p0", backlog_tokens=4 * 64 + 64)
+    assert _place([holder], [_worker("d0")], held={"p0": 2}) == ("p0", "d0")
+    assert _place([holder], [_worker("d0")], held={"p0": 1}) == "no prefill worker can start soon"
+    reader = _worker("d0", backlog_tokens=4 * 64 + 64)
+    assert _place([], [reader], held={"d0": 2}) == (None, "d0")
+
+
+def test_decode_holds_what_is_not_to_be_pushed() -> None:
+    """2 of 3 blocks of 1 MB are there already, which over a slow link costs more than a token's time does."""
+    decode = [_worker("d0", decode_base_ms=10.0), _worker("d1", decode_base_ms=11.5)]
+    slow = {("p0", "d0"): 10_000_000, ("p0", "d1"): 10_000_000}
+    assert _place([_worker("p0")], decode, held={"d1": 2}, links=slow) == ("p0", "d1")
+    assert _place([_worker("p0")], decode, links=slow) == ("p0", "d0")
+    fast = dict.fromkeys(slow, 10**10)
+    assert _place([_worker("p0")], decode, held={"d1": 2}, links=fast) == ("p0", "d0")
+
+
+def test_a_slow_link_counts_where_the_push_takes_longer_than_the_reading() -> None:
+    readers = [_worker("p0", ms_per_token=0.5), _worker("p1", ms_per_token=1.0)]
+    assert _place(readers, [_worker("d0")]) == ("p0", "d0")
+    assert _place(readers, [_worker("d0")], links={("p0", "d0"): 10_000_000}) == ("p1", "d0")
+
+
+def test_without_prefill_the_prompt_goes_where_it_is_cached() -> None:
+    costs = {"ms_per_token": 10.0, "decode_base_ms": 1.0}
+    decode = [_worker("d0", **costs), _worker("d1", num_promised_blocks=10, num_sequences=1, **costs)]
+    assert _place([], decode, num_tokens=60, held={"d1": 3}) == (None, "d1")
+    assert _place([], decode, num_tokens=60) == (None, "d0")
+
+
+def test_the_reason_tells_the_numbers() -> None:
+    decode = [_worker("d0", decode_base_ms=10.0, num_promised_blocks=25)]
+    candidates = _candidates([_worker("p0", backlog_tokens=7, ms_per_token=2.0)], decode, {"p0": 2})
+    decision = place(demand_of(40, 8, 16), candidates, {})
+    assert isinstance(decision, Placement) and decision.num_uncached_tokens == 8
+    assert decision.reason == (
+        "d0#1 with 75 blocks left should write a token in 10.0 ms; p0#1 reads 8 of 40 tokens after 7, done in 30 ms"
+    )
+
+
+# ---- candidates -----------------------------------------------------------------------------------------------
+
+
+def test_few_workers_are_all_candidates_with_the_holders_first() -> None:
+    workers = [_worker(f"p{number}") for number in range(NUM_DRAWN)]
+    names = [worker.id.name for worker in candidates_of(workers, [workers[5], workers[2]], seed=1)]
+    assert names[:2] == ["p5", "p2"] and sorted(names) == [worker.id.name for worker in workers]
+
+
+def test_of_many_workers_a_few_are_drawn_anew_for_each_decision() -> None:
+    workers = [_worker(f"p{number:03}") for number in range(500)]
+    holders = workers[:MAX_HOLDERS]
+    draws = [candidates_of(workers, holders, seed) for seed in range(1000)]
+    assert draws[7] == candidates_of(workers, holders, 7) != draws[8], "the seed decides"
+    assert all(drawn[:MAX_HOLDERS] == tuple(holders) for drawn in draws)
+    assert all(len(drawn) <= MAX_HOLDERS + NUM_DRAWN for drawn in draws)
+    times = Counter(worker.id for drawn in draws for worker in drawn[MAX_HOLDERS:])
+    assert len(times) == len(workers) - MAX_HOLDERS and max(times.values()) <= 40, "16 is the mean"
+
+
 # ---- admission ------------------------------------------------------------------------------------------------
 
 SITUATION = Situation(
@@ -172,6 +307,7 @@ SITUATION = Situation(
     max_model_tokens=1024,
     max_prompt_blocks=50,
     block_size=16,
+    num_readers=0,
     readers=(),
 )
 ARRIVAL = Arrival(num_prompt_tokens=100, max_tokens=8, num_choices=1, max_latency_ms=None)
@@ -220,17 +356,17 @@ def test_limits_refuse_for_now(changes: dict[str, Any], reason: str) -> None:
 )
 def test_retry_after_follows_the_queue(num_queued_tokens: int, retry_after_ms: int) -> None:
     readers = (_worker("p0", ms_per_token=2.0), _worker("p1"))
-    full = replace(SITUATION, num_queued=4, num_queued_tokens=num_queued_tokens, readers=readers)
+    full = replace(SITUATION, num_queued=4, num_queued_tokens=num_queued_tokens, num_readers=2, readers=readers)
     assert _refusal(ARRIVAL, full).retry_after_ms == retry_after_ms
 
 
 def test_a_latency_limit_that_cannot_be_met_is_refused_at_once() -> None:
-    idle = replace(SITUATION, readers=(_worker("p0", ms_per_token=2.0),))
+    idle = replace(SITUATION, num_readers=1, readers=(_worker("p0", ms_per_token=2.0),))
     assert admit(replace(ARRIVAL, max_latency_ms=200), idle) == Admit()
     never = _refusal(replace(ARRIVAL, max_latency_ms=199), idle)
     assert never.outcome is Outcome.REJECTED_OVERLOAD and never.retry_after_ms is None, "not even when idle"
     busy = replace(idle, num_queued_tokens=300, readers=(_worker("p0", ms_per_token=2.0, backlog_tokens=50),))
     later = _refusal(replace(ARRIVAL, max_latency_ms=300), busy)
     assert later.retry_after_ms == 600 and "900 ms" in later.reason
-    unmeasured = replace(SITUATION, readers=(_worker("p0"),))
+    unmeasured = replace(SITUATION, num_readers=1, readers=(_worker("p0"),))
     assert admit(replace(ARRIVAL, max_latency_ms=1), unmeasured) == Admit()

@@ -23,6 +23,7 @@ from cluster.core.messages import (
     Placed,
     PrefillDone,
     Reserve,
+    ReserveRefused,
     Resubmit,
     RunLocal,
     SendBlockSnapshot,
@@ -46,6 +47,24 @@ def _bench(*more: WorkerId, **limits: Any) -> Bench:
 
 def _finished(outcome: Outcome = Outcome.STOP) -> Finished:
     return Finished(attempt=R1, outcome=outcome, num_output_tokens=2, timeline=TIMELINE)
+
+
+# ---- leaving --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.bad_day(8)
+def test_a_worker_that_leaves_gets_no_new_work_and_keeps_what_it_has() -> None:
+    bench = _bench()
+    bench.submit("r")
+    bench.worker_says(P0, Heartbeat(load=make_load(100), is_leaving=True))
+    bench.grant(R1)
+    assert bench.commands(P0), "what was placed before is carried out"
+    bench.submit("s")
+    assert bench.commands(P0) == [] and isinstance(only(bench.commands(D0)), RunLocal)
+    bench.worker_gone(P0)
+    bench.join(WorkerId(P0.name, 2))
+    bench.submit("t")
+    assert isinstance(only(bench.commands(D0)), Reserve), "its next life is a worker like any other"
 
 
 # ---- registration ---------------------------------------------------------------------------------------------
@@ -413,6 +432,19 @@ def test_a_fence_gives_the_peer_up_everywhere() -> None:
     assert isinstance(failed, AttemptFailed) and failed.attempt == AttemptId("s", 1)
     assert [view.holder for view in bench.state.leases(bench.now_ns)] == [D1]
     assert bench.worker_says(D0, PeerFenced(peer=P0)) == []
+
+
+def test_a_fence_that_is_told_of_at_the_next_reservation_leads_to_another_placement() -> None:
+    """So a worker answers a coordinator that has not heard of the fence; its refusal comes behind it."""
+    bench = _bench()
+    bench.submit("r")
+    assert any(isinstance(command, Reserve) for command in bench.commands(D0))
+    bench.worker_says(D0, PeerFenced(peer=P0))
+    assert bench.given_up() == [P0]
+    assert RunLocal(attempt=AttemptId("r", 2)) in bench.commands(D0)
+    bench.worker_says(D0, ReserveRefused(attempt=R1, reason="that life of p0 is fenced"))
+    assert bench.phase() == "local"
+    assert [view.holder for view in bench.state.leases(bench.now_ns)] == []
 
 
 # ---- heartbeats, leases and status ----------------------------------------------------------------------------

@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from engine.attention.base import Backend
+from engine.attention.base import Backend, Rows
 from engine.attention.batch import StepBatch
 from engine.attention.cpu import NativeCpuBackend
 from engine.attention.kv_cache import TORCH_DTYPES, KVCache, KVLayout
@@ -261,6 +261,29 @@ def test_a_rows_bits_do_not_depend_on_its_company(isa: str, dtype: DtypeName, he
     assert torch.equal(prompt.attended(backend, list(range(1, length + 1))), expected)
     company = [(100, 1), (3, 50), (0, 70)]
     assert torch.equal(prompt.attended(backend, [64, 65, 100, length], company), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_selected_rows_have_the_bits_they_have_among_all(isa: str, dtype: DtypeName) -> None:
+    """None, one or several rows of a sequence, the same row twice; queries of the others are not even numbers."""
+    whole, num_blocks = spans_batch(16, [(30, 150), (0, 70), (99, 1), (5, 20)], seed=11)
+    generator = torch.Generator().manual_seed(12)
+    layer = make_pool(dtype, num_blocks, 2, 16, 64, generator).layer_BKCSD(0)
+    qkv = torch.randn(whole.num_tokens, 10 * 64, generator=generator).to(TORCH_DTYPES[dtype])
+    expected = torch.empty(whole.num_tokens, 6 * 64, dtype=qkv.dtype)
+    run_native(NativeCpuBackend(1, isa), whole, lambda native: native.attend(qkv, layer, 0.125, 40, expected))
+    for selected in ([], [149], [3, 80, 149, 219, 220], [7, 7, 225, 240], list(range(150, 220))):
+        batch = replace(whole, rows_R=torch.tensor(selected, dtype=torch.int64))
+        others = [row for row in range(whole.num_tokens) if row not in selected]
+        damaged, found = qkv.clone(), torch.full_like(expected, float("nan"))
+        damaged[others, : 6 * 64] = float("nan")
+
+        def body(native: Backend, damaged: torch.Tensor = damaged, found: torch.Tensor = found) -> None:
+            native.attend(damaged, layer, 0.125, 40, found, Rows.SELECTED)
+
+        for num_threads in (1, 3):
+            run_native(NativeCpuBackend(num_threads, isa), batch, body)
+            assert torch.equal(found[selected], expected[selected])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

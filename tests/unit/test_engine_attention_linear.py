@@ -82,6 +82,33 @@ def test_does_not_depend_on_the_other_rows(isa: str, dtype: torch.dtype) -> None
                 assert torch.equal(together, alone[first : first + num_rows]), (num_rows, num_inputs, num_outputs)
 
 
+def gated_product(
+    backend: NativeCpuBackend, x_NI: torch.Tensor, weight_XI: torch.Tensor, bias_X: torch.Tensor | None
+) -> torch.Tensor:
+    out_NF = torch.full((len(x_NI), len(weight_XI) // 2), NAN)
+    backend.gated_linear(x_NI, weight_XI, bias_X, "silu", out_NF, Rows.ALL)
+    return out_NF
+
+
+@both_operand_dtypes
+def test_gated_rows_do_not_depend_on_the_others_nor_on_pieces(isa: str, dtype: torch.dtype) -> None:
+    """Every number of outputs: all remainders of strips and tiles, whose gates lie apart from what they gate."""
+    draw = random.Random(10)
+    generator = torch.Generator().manual_seed(11)
+    alone_backend = NativeCpuBackend(1, isa)
+    for num_threads in (1, 4):
+        backend = NativeCpuBackend(num_threads, isa)
+        for num_inputs, num_outputs in [(50, 7), (64, 48), (1100, 61), (32, draw.randint(100, 500))]:
+            x = randn(generator, 100, num_inputs, dtype=dtype)
+            weight = randn(generator, 2 * num_outputs, num_inputs, dtype=dtype)
+            bias = draw.choice([None, randn(generator, 2 * num_outputs, dtype=FLOAT32)])
+            alone = torch.cat([gated_product(alone_backend, x[i : i + 1], weight, bias) for i in range(len(x))])
+            for num_rows in (2, 9, 12, 13, 17, 32, 33, 63, 65, 100):
+                first = draw.randint(0, 100 - num_rows)
+                together = gated_product(backend, x[first : first + num_rows], weight, bias)
+                assert torch.equal(together, alone[first : first + num_rows]), (num_rows, num_inputs, num_outputs)
+
+
 @both_operand_dtypes
 def test_does_not_depend_on_the_block_of_rows(isa: str, dtype: torch.dtype) -> None:
     """So many rows that they are computed in several blocks."""

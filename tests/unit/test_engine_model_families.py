@@ -18,6 +18,7 @@ from engine.model.config import DtypeName, ModelConfig
 from engine.model.decoder import DecoderModel
 from engine.model.weights import load_weights
 from engine.runner import Runner
+from engine.step_tensors import StepTensorBuilder
 from tests.support.engine_model import GreedyLoop, make_step
 from tests.support.transformers_models import (
     CASES,
@@ -78,12 +79,16 @@ def native_backend() -> Backend:
 BACKENDS = {"torch_reference": TorchReferenceBackend, "native": native_backend}
 
 
-def make_runner(model_dir: Path, backend: Backend, dtype: DtypeName = "float32") -> Runner:
+def make_decoder(model_dir: Path, backend: Backend, dtype: DtypeName) -> DecoderModel:
     config = ModelConfig.from_directory(model_dir)
     layout = KVLayout.for_model(config, dtype=dtype, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     with torch.inference_mode():
         weights = load_weights(model_dir, config, dtype)
-        return Runner(DecoderModel(config, dtype, weights, backend, KVCache.allocate(layout)))
+        return DecoderModel(config, dtype, weights, backend, KVCache.allocate(layout))
+
+
+def make_runner(model_dir: Path, backend: Backend, dtype: DtypeName = "float32") -> Runner:
+    return Runner(make_decoder(model_dir, backend, dtype))
 
 
 def logits_in_two_chunks(runner: Runner) -> torch.Tensor:
@@ -129,6 +134,36 @@ def test_backends_agree_in_bfloat16(saved: Saved, case: str) -> None:
     reference_SV = logits_in_two_chunks(make_runner(model_dir, TorchReferenceBackend(), "bfloat16"))
     difference_S = (native_SV - reference_SV).abs().mean(dim=1) / reference_SV.abs().mean(dim=1)
     assert float(difference_S.median()) < BFLOAT16_TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+@torch.inference_mode()
+def test_a_wanted_rows_bits_do_not_depend_on_what_else_is_wanted(saved: Saved, case: str, dtype: DtypeName) -> None:
+    """All rows of a prompt in one step, as for its log-probabilities, and each alone or with a few, in chunks."""
+    model_dir, _, _ = saved(case, 0)
+    model = make_decoder(model_dir, native_backend(), dtype)
+    vocab_size, pool_BLKCSD = model.config.vocab_size, model.cache.pool_BLKCSD
+    builder = StepTensorBuilder(
+        vocab_size=vocab_size, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_positions=NUM_BLOCKS * BLOCK_SIZE
+    )
+    prompt, table = max(prompts(vocab_size), key=len), list(range(10))
+    whole = make_step(prompt, 0, table, sample=False, scored_ids=[0] * len(prompt))
+    expected_TV = model.forward(builder.build(StepPlan(step_id=0, sequences=[whole]))).clone()
+    assert expected_TV.shape[0] == len(prompt) and bool(expected_TV.isfinite().all())
+    written_BLKCSD = pool_BLKCSD[:10].clone()
+    for ends in ([len(prompt)], [3, len(prompt) - 1, len(prompt)], [len(prompt) // 2, len(prompt)]):
+        pool_BLKCSD.zero_()
+        start = 0
+        for end in ends:
+            # The first chunk wants nothing, if it is not the only one; then the last row, beside one that wants none.
+            mine = make_step(prompt[start:end], start, table, sample=start > 0 or end == len(prompt))
+            other = make_step(prompt[:5], 0, [20], sample=False)
+            found_RV = model.forward(builder.build(StepPlan(step_id=1, sequences=[other, mine])))
+            if mine.sample:
+                assert torch.equal(found_RV[0], expected_TV[end - 1]), (ends, end)
+            start = end
+        assert torch.equal(pool_BLKCSD[:10], written_BLKCSD)
 
 
 def test_text_alone_of_a_model_with_images(tmp_path: Path) -> None:

@@ -63,18 +63,28 @@ def randn(generator: torch.Generator, *shape: int, dtype: DtypeName = "float32",
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [3, 16, 100, 576])
-def test_embed_and_select_rows(isa: str, dtype: DtypeName, size: int) -> None:
+def test_embed_select_and_place_rows(isa: str, dtype: DtypeName, size: int) -> None:
     generator = torch.Generator().manual_seed(2)
     table = randn(generator, 30, size, dtype=dtype)
     batch = mixed_batch(selected=[0, 2, 4])
     for backend in (NativeCpuBackend(1, isa), NativeCpuBackend(3, isa)):
         residual, selected = torch.full((100, size), 7.0), torch.full((4, size), 7.0)
+        placed = torch.full((100, size + 2), 7.0)
 
-        def body(backend: Backend, residual: torch.Tensor = residual, selected: torch.Tensor = selected) -> None:
+        def body(
+            backend: Backend,
+            residual: torch.Tensor = residual,
+            selected: torch.Tensor = selected,
+            placed: torch.Tensor = placed,
+        ) -> None:
             backend.embed(table, 1.5, residual)
             backend.select_rows(residual, selected)
+            backend.place_rows(selected, placed[:, 1:-1])
 
         run(backend, batch, body)
+        assert torch.equal(placed[batch.rows_R, 1:-1], residual[batch.rows_R])
+        placed[batch.rows_R, 1:-1] = 7.0
+        assert bool((placed == 7.0).all()), "nothing beside the rows is touched"
         assert torch.equal(residual[: batch.num_tokens], table[batch.ids_T].float() * 1.5)
         assert bool((residual[batch.num_tokens :] == 7.0).all()), "rows beyond the step are untouched"
         assert torch.equal(selected[:3], residual[batch.rows_R])
@@ -100,14 +110,22 @@ def test_add_norm_matches_reference(isa: str, dtype: DtypeName, size: int, terms
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [3, 16, 100, 1536])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_gated_activation_matches_reference(isa: str, dtype: DtypeName, size: int, activation: Activation) -> None:
+@pytest.mark.parametrize("num_rows", [5, 40])
+def test_gated_linear_matches_reference(
+    isa: str, dtype: DtypeName, size: int, activation: Activation, num_rows: int
+) -> None:
+    """Gates between -30 and 30 or so, and a few that are far from it."""
     generator = torch.Generator().manual_seed(10)
-    gate_up = randn(generator, 40, 2 * size, dtype=dtype, scale=10)
-    gate_up[0, 0], gate_up[1, 0], gate_up[2, 0], gate_up[3, 0] = 200.0, -200.0, 0.0, float("nan")
-    found, expected = (torch.empty(40, size, dtype=gate_up.dtype) for _ in range(2))
-    REFERENCE.gated_activation(gate_up, activation, expected, Rows.ALL)
-    NativeCpuBackend(2, isa).gated_activation(gate_up, activation, found, Rows.ALL)
-    torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)
+    x = randn(generator, num_rows, 20, dtype=dtype, scale=3)
+    weight = randn(generator, 2 * size, 20, dtype=dtype, scale=0.7)
+    bias = randn(generator, 2 * size)
+    bias[0], bias[1], bias[2] = 200.0, -200.0, float("nan")
+    for used_bias in (bias, None):
+        found, expected = (torch.empty(num_rows, size, dtype=x.dtype) for _ in range(2))
+        REFERENCE.gated_linear(x, weight, used_bias, activation, expected, Rows.ALL)
+        NativeCpuBackend(2, isa).gated_linear(x, weight, used_bias, activation, found, Rows.ALL)
+        tolerance = 10 * TOLERANCE[dtype]  # of gates, that others of about ten are multiplied with
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=TOLERANCE[dtype], equal_nan=True)
 
 
 @pytest.mark.parametrize("size", [1, 3, 16, 1000, 1024, 5003])
@@ -154,9 +172,8 @@ class SmallDecoder:
         self.norm, self.head_norm = torch.rand(hidden, generator=generator), torch.rand(head_dim, generator=generator)
         self.cos_sin = torch.randn(100, head_dim, generator=generator)
         self.residual, self.selected = torch.zeros(80, hidden), torch.zeros(5, hidden)
-        self.normed, self.x, self.qkv, self.attended, self.gate_up, self.activated = (
-            torch.zeros(80, size, dtype=TORCH_DTYPES[dtype])
-            for size in (hidden, hidden, width, heads * head_dim, 2 * mlp, mlp)
+        self.normed, self.x, self.qkv, self.attended, self.activated = (
+            torch.zeros(80, size, dtype=TORCH_DTYPES[dtype]) for size in (hidden, hidden, width, heads * head_dim, mlp)
         )
         self.logits = torch.zeros(5, vocab)
         self.events: list[object] = []
@@ -175,8 +192,7 @@ class SmallDecoder:
             backend.linear(self.attended, self.out_weight, None, self.x, Rows.TOKENS)
             backend.add_norm(self.x, self.norm, self.residual, self.norm, 1e-5, self.normed, Rows.TOKENS)
             backend.call(lambda batch: self.events.append(("call", batch.num_tokens)))
-            backend.linear(self.normed, self.gate_up_weight, None, self.gate_up, Rows.TOKENS)
-            backend.gated_activation(self.gate_up, "silu", self.activated, Rows.TOKENS)
+            backend.gated_linear(self.normed, self.gate_up_weight, None, "silu", self.activated, Rows.TOKENS)
             backend.linear(self.activated, self.down_weight, None, self.x, Rows.TOKENS)
             backend.add_norm(self.x, None, self.residual, self.norm, 1e-5, self.normed, Rows.TOKENS)
         backend.select_rows(self.residual, self.selected)
@@ -280,13 +296,13 @@ def test_many_short_steps_on_many_threads(native: NativeCpuBackend) -> None:
 def test_operations_check_their_tensors(native: NativeCpuBackend) -> None:
     wide, narrow = torch.zeros(4, 6), torch.zeros(4, 5)
     with pytest.raises(AssertionError):
-        native.gated_activation(narrow, "silu", wide, Rows.ALL)
+        native.gated_linear(narrow, torch.zeros(6, 5), None, "silu", wide, Rows.ALL)
     with pytest.raises(AssertionError):
         native.linear(wide, torch.zeros(5, 6).bfloat16(), None, narrow, Rows.ALL)
     with pytest.raises(AssertionError):
         native.add_norm(None, None, wide, torch.zeros(6).bfloat16(), 1e-5, wide, Rows.ALL)
     with pytest.raises(AssertionError):
-        native.compile(lambda: native.gated_activation(torch.zeros(4, 12), "silu", wide, Rows.ALL))
+        native.compile(lambda: native.gated_linear(narrow, torch.zeros(12, 5), None, "silu", wide, Rows.ALL))
 
 
 def test_unknown_isa_and_threads_are_refused(isa: str) -> None:

@@ -361,7 +361,11 @@ def test_endpoints_travel_and_damaged_ones_are_refused(net: Net) -> None:
     assert (endpoint.of("shm"), endpoint.of("ucx")) == (b"abc", None)
     versioned = data[:4] + bytes([99]) + data[5:]
     empty = encode_endpoint(AutoEndpoint(probe_offset_bytes=0, probe_size_bytes=0, endpoints=()))
-    for damaged in (b"", b"nonsense" * 9, data[:-1], data + b"x", data[:25], versioned, empty):
+    outside = [
+        encode_endpoint(AutoEndpoint(probe_offset_bytes=offset, probe_size_bytes=size, endpoints=()))
+        for offset, size in (((1 << 63) - 1, 1), (1 << 63, 1), (0, (1 << 64) - 1))
+    ]
+    for damaged in (b"", b"nonsense" * 9, data[:-1], data + b"x", data[:25], versioned, empty, *outside):
         with pytest.raises(AutoProtocolError):
             decode_endpoint(damaged)
     writer = net.start(PREFILL)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
 
 from kv_transfer.protocol.plan import Copy
+from kv_transfer.transport.handshake import MAX_NUMBER
 from kv_transfer.transport.nixl_agent import NixlError, check_environment
 from kv_transfer.transport.nixl_limits import NixlLimits
+from kv_transfer.transport.nixl_link import open_connection
 from kv_transfer.transport.nixl_wire import (
     HEADER,
     MAX_BODY_BYTES,
@@ -78,6 +81,22 @@ def test_other_endpoints_are_refused(data: bytes) -> None:
 def test_damaged_metadata_are_refused() -> None:
     with pytest.raises(NixlProtocolError, match="metadata"):
         Welcome(base_address=1, size_bytes=1, metadata="x").agent_metadata()
+
+
+def test_pool_beyond_the_end_of_memory_is_refused() -> None:
+    (kind, body), *_ = FrameReader().feed(encode_handshake(Welcome(base_address=MAX_NUMBER, size_bytes=1, metadata="")))
+    with pytest.raises(NixlProtocolError, match="base_address"):
+        decode_handshake(kind, body)
+
+
+@pytest.mark.parametrize("host", ["a" * 70, "a..b", "."])
+def test_what_can_be_no_host_cannot_be_reached(host: str) -> None:
+    wake_fd = os.eventfd(0)
+    try:
+        with pytest.raises(OSError, match="is no host"):
+            open_connection(host, 1, wake_fd, 1.0)
+    finally:
+        os.close(wake_fd)
 
 
 def test_writes_are_cut_without_losing_a_byte() -> None:

@@ -281,6 +281,7 @@ def test_checksums_of_another_number_have_no_encoding() -> None:
 # ---- pairing -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.bad_day(12)
 @pytest.mark.parametrize(
     ("other", "told"),
     [
@@ -295,7 +296,7 @@ def test_checksums_of_another_number_have_no_encoding() -> None:
     ids=["model", "block_size", "dtype", "heads"],
 )
 def test_gangs_that_differ_in_more_than_their_degree_are_refused(other: GangLayout, told: list[str]) -> None:
-    """Scenario 12: refused with both sides' values, before anything is reserved."""
+    """Refused with both sides' values, before anything is reserved."""
     with pytest.raises(PairingError) as refused:
         pair_gangs(gang(1), other)
     assert all(part in str(refused.value) for part in told)

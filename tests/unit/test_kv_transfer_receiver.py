@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.protocol.limits import SECOND_NS, PushLimits
+from kv_transfer.protocol.codec import encode
+from kv_transfer.protocol.limits import MAX_MISSING_CHUNKS, SECOND_NS, PushLimits
 from kv_transfer.protocol.messages import (
     BlockGrant,
     BlocksQuarantined,
@@ -252,6 +253,14 @@ def test_too_many_rounds_fail_the_push() -> None:
         assert isinstance(effect, SendMessage)
     effects = tell(receiver, make_end(round_=2))
     assert isinstance(effects[0], PushFailed) and effects[1] == QUARANTINED
+
+
+def test_more_chunks_lost_than_one_message_can_name_fail_the_push() -> None:
+    for num_chunks, is_asked in ((MAX_MISSING_CHUNKS, True), (MAX_MISSING_CHUNKS + 1, False)):
+        receiver = make_receiver(num_blocks=MAX_MISSING_CHUNKS)
+        effects = tell(receiver, make_end(num_chunks=num_chunks))
+        assert isinstance(effects[0], SendMessage if is_asked else PushFailed)
+        assert all(len(encode(message)) < 1 << 16 for message in messages(effects))
 
 
 @pytest.mark.parametrize(

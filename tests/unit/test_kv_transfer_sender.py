@@ -226,8 +226,8 @@ def test_end_is_resent_then_the_push_fails() -> None:
 def test_missing_chunks_are_written_again_in_a_new_round() -> None:
     sender = make_sender()
     ended(sender, 4)
-    missing = PushMissing(key=KEY, lease_id=5, chunks=(1,), round=1)
-    (write,) = writes(sender.on_message(4, DECODE, missing))
+    missing = PushMissing(key=KEY, lease_id=5, chunks=(1, 1), round=1)
+    (write,) = writes(sender.on_message(4, DECODE, missing))  # once, however often it was named
     assert (write.message.chunk, write.message.round, write.source_blocks) == (1, 1, (2, 3))
     assert sender.on_message(5, DECODE, missing) == []  # a copy
     assert sender.on_tick(6 + LIMITS.end_resend_interval_ns) == []  # no end while a write is in flight

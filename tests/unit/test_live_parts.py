@@ -130,6 +130,7 @@ def test_peers_hosts_are_read_from_grpcs_names() -> None:
     assert not is_loopback("10.0.0.3") and not is_loopback("example.org")
 
 
+@pytest.mark.bad_day(13)
 def test_a_loopback_address_of_a_worker_elsewhere_is_refused_unasked() -> None:
     reason = asyncio.run(why_unreachable("127.0.0.1:9", "ipv4:10.0.0.3:4711"))
     assert reason is not None and "127.0.0.1:9" in reason and "10.0.0.3" in reason

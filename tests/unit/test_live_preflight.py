@@ -276,6 +276,7 @@ def test_a_metrics_port_of_any_worker_that_is_taken_is_refused(folder: Path) -> 
         check_ports(read(folder, with_front("port: 9402") + "metrics: {port: 9400}\n"))
 
 
+@pytest.mark.bad_day(30)
 def test_workers_take_metrics_ports_in_a_row_or_any(folder: Path) -> None:
     fixed = make_plan(read(folder, FILE + "metrics: {port: 9400}\n"), facts_of(folder))
     assert [worker.metrics_port for worker in fixed.workers] == [9400, 9401, 9402]
@@ -304,6 +305,7 @@ def test_a_transport_that_is_not_installed_is_refused(folder: Path, monkeypatch:
         check_transport(read(folder, FILE + "transport: {kind: nixl}\n"))
 
 
+@pytest.mark.bad_day(30)
 def test_the_plan_names_everything_and_takes_free_ports(folder: Path) -> None:
     file = read(folder, with_front("port: 0, replicas: 2"))
     plan = make_plan(file, facts_of(folder))

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from kv_transfer.transport import nccl_wire, nixl_wire, shm_wire
+from kv_transfer.transport.base import TransportError
 
 DEEP = b"[" * 100_000
 WIRES = (shm_wire, nixl_wire, nccl_wire)
@@ -20,6 +21,20 @@ def test_what_is_no_endpoint_is_refused(data: bytes) -> None:
     ):
         with pytest.raises(error):
             wire.decode_endpoint(data)
+
+
+@pytest.mark.parametrize("version", ["2", "\ud800", "é" * 30_000, [[[]]], {"a": 1}, 10**4000, -1, None, 2.5, True])
+def test_a_version_of_any_kind_is_refused_with_a_short_word_that_can_be_sent(version: object) -> None:
+    data = json.dumps({"version": version}, ensure_ascii=False).encode(errors="surrogatepass")
+    ascii_data = json.dumps({"version": version}).encode()
+    for said in (data, ascii_data):
+        with pytest.raises(TransportError) as refused:
+            nixl_wire.decode_handshake(nixl_wire.HELLO, said)
+        assert len(str(refused.value).encode()) < 200
+        with pytest.raises(TransportError):
+            shm_wire.decode_frame(bytes([shm_wire.HELLO]) + said)
+        with pytest.raises(TransportError):
+            nccl_wire.decode_handshake(bytes([nccl_wire.HELLO]) + said)
 
 
 @pytest.mark.parametrize(

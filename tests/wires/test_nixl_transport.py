@@ -31,7 +31,9 @@ from kv_transfer.transport.base import (
 from kv_transfer.transport.nixl import MAX_NOTIFY_BYTES
 from kv_transfer.transport.nixl_agent import LIBRARIES, NixlAgent
 from kv_transfer.transport.nixl_limits import NixlLimits
+from kv_transfer.transport.nixl_link import ControlLink, LinkEndedError
 from kv_transfer.transport.nixl_wire import (
+    BYE,
     Endpoint,
     Hello,
     decode_endpoint,
@@ -538,6 +540,20 @@ def test_close_gives_everything_back(start_child: StartChild) -> None:
     child.tell("close")
     child.process.join(TIMEOUT_S)
     assert child.process.exitcode == 0
+
+
+@pytest.mark.timeout(60)
+def test_silence_is_noticed_when_it_has_lasted_and_not_at_the_next_heartbeat() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connection = socket.create_connection(listener.getsockname())
+        wake_fd = os.eventfd(0)
+        control = ControlLink(connection, wake_fd, NixlLimits(heartbeat_interval_s=1000, silence_timeout_s=0.05))
+        with pytest.raises(LinkEndedError, match="silent"):
+            while True:
+                control.receive()
+                control.wait(1000)
+        control.close(BYE)
+        os.close(wake_fd)
 
 
 def test_environment_that_allows_writes_past_the_fence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

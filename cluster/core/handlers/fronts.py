@@ -24,8 +24,10 @@ from cluster.core.messages import (
     Submit,
 )
 from cluster.core.parts import Parts
+from cluster.core.prefix_map import pack_chain
 from cluster.core.requests import Failure, Phase, Request
 from cluster.policy.admission import Arrival, Refuse, Situation, admit
+from cluster.policy.candidates import candidates_of
 
 
 def on_front_hello(parts: Parts, now_ns: int, front: FrontId, message: FrontHello) -> None:
@@ -84,6 +86,7 @@ def on_submit(parts: Parts, now_ns: int, front: FrontId, message: Submit) -> Non
         deadline_ns=None if message.deadline_ms is None else now_ns + message.deadline_ms * NS_PER_MS,
         phase_deadline_ns=now_ns + parts.queue_timeout_ns,
         attempt_floor=max(message.attempt_floor, parts.requests.last_attempt(message.request_id)),
+        chain=pack_chain(message.block_hashes, (message.num_prompt_tokens - 1) // parts.config.kv.block_size),
     )
     parts.requests.add(request)
     enqueue(parts, request)
@@ -136,22 +139,20 @@ def on_stream_lost(parts: Parts, now_ns: int, front: FrontId, message: StreamLos
 
 
 def situation(parts: Parts) -> Situation:
-    """The cluster as admission sees it."""
-    decode = tuple(parts.workers.with_role(Role.DECODE).values())
-    prefill = tuple(parts.workers.with_role(Role.PREFILL).values())
-    lengths = [worker.hello.max_model_tokens for worker in prefill + decode]
-    if parts.config.model.max_model_tokens is not None:
-        lengths.append(parts.config.model.max_model_tokens)
+    """The cluster as admission sees it: of the workers that read prompts, a few."""
+    readers = parts.workers.with_role(Role.PREFILL) or parts.workers.with_role(Role.DECODE)
+    lengths = (parts.workers.max_model_tokens, parts.config.model.max_model_tokens)
     return Situation(
         num_queued=len(parts.queue),
         num_queued_tokens=parts.queue.num_tokens,
         queue_limit=parts.queue.limit,
         num_live=len(parts.requests),
         max_live=MAX_LIVE_REQUESTS,
-        max_model_tokens=min(lengths, default=None),
-        max_prompt_blocks=max((worker.num_total_blocks for worker in decode), default=None),
+        max_model_tokens=min((length for length in lengths if length is not None), default=None),
+        max_prompt_blocks=parts.workers.max_decode_blocks,
         block_size=parts.config.kv.block_size,
-        readers=prefill or decode,
+        num_readers=len(readers),
+        readers=candidates_of(readers, (), parts.next_seed()),
     )
 
 

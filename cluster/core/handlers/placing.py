@@ -12,7 +12,8 @@ from cluster.core.parts import Parts
 from cluster.core.requests import Phase, Request
 from cluster.core.timers import TimerKey, TimerKind
 from cluster.core.workers import Worker
-from cluster.policy.placement import Demand, Placement, Wait, demand_of, place
+from cluster.policy.candidates import MAX_HOLDERS, candidates_of
+from cluster.policy.placement import Candidates, Demand, Placement, Wait, demand_of, place
 
 
 def place_waiting(parts: Parts, now_ns: int) -> None:
@@ -29,13 +30,7 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
             num_choices=request.num_choices,
             num_unshared=request.num_unshared,
         )
-        decision = place(
-            demand,
-            parts.workers.with_role(Role.PREFILL).values(),
-            parts.workers.with_role(Role.DECODE).values(),
-            request.excluded,
-            _why_local(parts, request),
-        )
+        decision = place(demand, _candidates(parts, request), request.excluded, _why_local(parts, request))
         if isinstance(decision, Wait):
             request.waiting_for = decision.reason
             return
@@ -47,6 +42,24 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
         else:
             _start_pair(parts, now_ns, request, demand, decision, decision.prefill)
         watch_deadline(parts, request)
+
+
+def _candidates(parts: Parts, request: Request) -> Candidates:
+    """Those that hold most of the prompt, and others drawn anew for each decision."""
+    seed = parts.next_seed()
+    held = parts.prefixes.look_up(request.chain)
+    found: dict[Role, tuple[Worker, ...]] = {}
+    for role in Role:
+        holders = [_registered(parts, worker) for worker in held.longest(role, MAX_HOLDERS)]
+        staying = [worker for worker in holders if not worker.is_leaving]
+        found[role] = candidates_of(parts.workers.with_role(role), staying, seed)
+    num_held_blocks = {worker.id: held.num_blocks_of(worker.id) for workers in found.values() for worker in workers}
+    return Candidates(
+        prefill=found[Role.PREFILL],
+        decode=found[Role.DECODE],
+        num_held_blocks=num_held_blocks,
+        links=parts.links,
+    )
 
 
 def _why_local(parts: Parts, request: Request) -> str | None:
@@ -78,11 +91,11 @@ def _start_pair(
         attempt_id=request.attempt_id,
         lease_id=parts.next_lease_id(),
         placed_ns=now_ns,
-        prefill=_leg(request, prefill, Role.PREFILL, demand.num_read_blocks, 1, demand.num_tokens),
+        prefill=_leg(request, prefill, Role.PREFILL, demand.num_read_blocks, 1, placement.num_uncached_tokens),
         decode=_leg(request, decode, Role.DECODE, demand.num_expected_blocks, demand.num_sequences, 0),
         why=placement.reason,
     )
-    _open(parts, attempt)
+    _open(parts, request, attempt)
     attempt.decode.state = LegState.ACTIVE
     parts.leases.open(
         Lease(
@@ -114,11 +127,18 @@ def _start_local(parts: Parts, now_ns: int, request: Request, demand: Demand, pl
         lease_id=parts.next_lease_id(),
         placed_ns=now_ns,
         prefill=None,
-        decode=_leg(request, decode, Role.DECODE, demand.num_expected_blocks, demand.num_sequences, demand.num_tokens),
+        decode=_leg(
+            request,
+            decode,
+            Role.DECODE,
+            demand.num_expected_blocks,
+            demand.num_sequences,
+            placement.num_uncached_tokens,
+        ),
         why=placement.reason,
         committed=True,
     )
-    _open(parts, attempt)
+    _open(parts, request, attempt)
     attempt.decode.state = LegState.ACTIVE
     request.enter(Phase.LOCAL)
     parts.outbox.to_worker(decode.id, RunLocal(attempt=attempt.attempt_id), body_of=request.request_id)
@@ -146,7 +166,9 @@ def _leg(
     )
 
 
-def _open(parts: Parts, attempt: Attempt) -> None:
+def _open(parts: Parts, request: Request, attempt: Attempt) -> None:
+    reader = attempt.prefill or attempt.decode
+    reader.expected = parts.prefixes.expect(reader.worker, request.chain)
     parts.attempts.add(attempt)
     for leg in attempt.legs:
         _registered(parts, leg.worker).take(leg)

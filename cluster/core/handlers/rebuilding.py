@@ -31,6 +31,7 @@ from cluster.core.messages import (
     Finished,
     LegFailed,
     LegReleased,
+    PeerLost,
     PrefillDone,
     Refused,
     WorkerMessage,
@@ -63,6 +64,7 @@ def on_inventory(parts: Parts, now_ns: int, worker: WorkerId, inventory: tuple[H
         parts.requests.heard_of(leg.attempt)
         if not parts.rebuild.is_open:
             _cancel(parts, worker, leg)
+            _give_absent_peer_up(parts, worker, leg)
             continue
         parts.rebuild.keep(worker, leg)
         _resolve(parts, now_ns, leg.attempt)
@@ -157,7 +159,7 @@ def end_window(parts: Parts, now_ns: int) -> None:
         if request.phase is Phase.RECOVERING:
             fail_request(parts, now_ns, request, NOT_TAKEN_OVER)
     for attempt_id in parts.rebuild.attempts():
-        _stop(parts, now_ns, attempt_id)
+        _stop(parts, now_ns, attempt_id, is_last=True)
     parts.rebuild.close()
 
 
@@ -221,6 +223,7 @@ def _take_over_end(parts: Parts, now_ns: int, request: Request, worker: WorkerId
     attempt_id = request.attempt_id
     for holder, leg in parts.rebuild.take(attempt_id).items():
         _cancel(parts, holder, leg)
+        _give_absent_peer_up(parts, holder, leg)
     attempt = _whole_attempt(parts, now_ns, request, worker)
     attempt.finished_by = Role.DECODE
     request.enter(Phase.FINISHED, now_ns + FINISHED_TIMEOUT_NS)
@@ -330,11 +333,12 @@ def _demand(parts: Parts, request: Request) -> Demand:
 # ---- stopping what nobody wants -------------------------------------------------------------------------------
 
 
-def _stop(parts: Parts, now_ns: int, attempt_id: AttemptId) -> None:
+def _stop(parts: Parts, now_ns: int, attempt_id: AttemptId, *, is_last: bool = False) -> None:
     """Stops all unclaimed legs of the attempt.
 
     A reservation whose sender is registered is booked as an attempt and closed like any other: decode frees its blocks
-    once the sender has stopped, or at once if it never had a part in it. Of what is left, the lease sees to it.
+    once the sender has stopped, or at once if it never had a part in it. A push whose other side is not back may have
+    to wait for the end of the window, and of that life.
     """
     held = parts.rebuild.held(attempt_id)
     target = next(((w, leg) for w, leg in held.items() if leg.half is Role.DECODE and leg.lease_id), None)
@@ -342,6 +346,10 @@ def _stop(parts: Parts, now_ns: int, attempt_id: AttemptId) -> None:
     if target is None or is_known or target[1].peer is None or parts.workers.get(target[1].peer) is None:
         for worker, leg in parts.rebuild.take(attempt_id).items():
             _cancel(parts, worker, leg)
+            if is_last:
+                _give_absent_peer_up(parts, worker, leg)
+            elif _is_peer_absent(parts, leg):
+                parts.rebuild.keep(worker, leg)
         return
     peer = target[1].peer
     source = held.get(peer)
@@ -362,6 +370,19 @@ def _cancel(parts: Parts, worker: WorkerId, leg: HeldLeg) -> None:
     if leg.stage is LegStage.FINISHED and leg.peer is None:
         return
     parts.outbox.to_worker(worker, CancelLeg(attempt=leg.attempt, reason=UNKNOWN_ATTEMPT))
+
+
+def _is_peer_absent(parts: Parts, leg: HeldLeg) -> bool:
+    """Whether something is left of a push with a life that is not registered."""
+    has_push = leg.half is Role.PREFILL or leg.lease_id > 0
+    return has_push and leg.peer is not None and parts.workers.get(leg.peer) is None
+
+
+def _give_absent_peer_up(parts: Parts, worker: WorkerId, leg: HeldLeg) -> None:
+    """Such a life is over, or has stayed away: only its end releases what the worker keeps for their push."""
+    if leg.peer is not None and _is_peer_absent(parts, leg):
+        parts.workers.lose(leg.peer)
+        parts.outbox.to_worker(worker, PeerLost(peer=leg.peer))
 
 
 # ---- two fronts, one id ---------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ def on_worker_hello(parts: Parts, now_ns: int, sender: WorkerId, message: Worker
         rebuilding.on_earlier_life(parts, now_ns)
     if present is None:
         parts.workers.add(message, now_ns)
+        parts.prefixes.join(sender, message.role)
         parts.timers.set(_silence_timer(sender), now_ns + parts.heartbeat_timeout_ns)
     heartbeat_ms = parts.heartbeat_timeout_ns // NS_PER_MS // HEARTBEATS_PER_TIMEOUT
     parts.outbox.to_worker(sender, WorkerWelcome(heartbeat_ms=max(1, min(heartbeat_ms, MAX_HEARTBEAT_MS))))
@@ -62,6 +63,8 @@ def on_heartbeat(parts: Parts, sender: Worker, message: Heartbeat) -> None:
     sender.hear(message.load)
     parts.leases.report(sender.id, message.leases)
     _hear_of_links(parts, sender, message.links)
+    if message.is_leaving:
+        parts.workers.retire(sender)
     for info in message.leases:
         if info.attempt in sender.legs:
             continue
@@ -73,7 +76,7 @@ def on_heartbeat(parts: Parts, sender: Worker, message: Heartbeat) -> None:
 
 def on_block_events(parts: Parts, sender: Worker, message: BlockEvents) -> None:
     """Follows what prompts can hit at that worker. Where something was missed, it tells everything again."""
-    if sender.known_blocks.hear(message):
+    if parts.prefixes.hear(sender.id, message):
         parts.outbox.to_worker(sender.id, SendBlockSnapshot())
 
 
@@ -122,6 +125,7 @@ def lose_worker(parts: Parts, now_ns: int, worker_id: WorkerId, reason: str) -> 
     parts.leases.forget_holder(worker_id)
     parts.links.forget(worker_id)
     parts.rebuild.forget_worker(worker_id)
+    parts.prefixes.leave(worker_id)
     for partner in parts.leases.holders_paired_with(worker_id):
         parts.outbox.to_worker(partner, PeerLost(peer=worker_id))
     for leg in worker.legs.values():

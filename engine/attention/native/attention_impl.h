@@ -13,6 +13,7 @@
 
 constexpr int MAX_ROWS = 192;
 constexpr int PASS_ROWS = 4 * ROWS;     // rows that go through both products together
+constexpr float MAX_GROWTH = 8.0f;  // of a row's scores over its reference, as a power of two
 constexpr float LEAST_SCORE = -3e38f;  // of a key that is not seen; not infinite, so that differences are numbers
 constexpr float LOG2_E = 1.44269504088896340736f;
 
@@ -40,7 +41,7 @@ struct Scratch {
   float* scores;    // [PASS_ROWS, KEY_TILE]
   float* weights;   // [PASS_ROWS, KEY_TILE words]; is `scores` itself for float words
   float* output;    // [rows, padded_dim]
-  float* row_max;   // [rows]
+  float* reference;  // [rows]: see softmax_row
   float* row_sum;   // [rows, W]: each lane has summed its own keys
   int32_t* positions;  // [rows]
   float* staging;   // [2 * KEY_TILE, head_dim], keys and values that do not lie together
@@ -64,7 +65,7 @@ static size_t lay_out(const Shape& shape, float* base, Scratch* scratch) {
   take(&scratch->scores, PASS_ROWS * KEY_TILE);
   take(&scratch->weights, PASS_ROWS * KEY_TILE);
   take(&scratch->output, rows * shape.padded_dim);
-  take(&scratch->row_max, rows);
+  take(&scratch->reference, rows);
   take(&scratch->row_sum, rows * W);
   float* positions;
   take(&positions, rows);
@@ -109,9 +110,11 @@ BATON_INLINE void store_weights(PairWords, float* row, int at, vf p) {
 #endif
 
 // Folds one tile of scores into the running softmax of a row that sees keys begin .. end - 1 of it: leaves the weights
-// 2^(score - maximum), and scales what was summed before to the new maximum.
+// 2^(score - reference). The reference is a maximum that lags behind: what was summed before is scaled to a new one only
+// where a score exceeds it by MAX_GROWTH. The quotient is the same, weights up to 2^MAX_GROWTH lose nothing in floating
+// point, and the common case needs neither the largest lane nor a branch that is hard to foresee.
 template <class Words>
-BATON_INLINE void softmax_row(const float* scores, float* weights, int begin, int end, float scale, float* row_max,
+BATON_INLINE void softmax_row(const float* scores, float* weights, int begin, int end, float scale, float* reference,
                               float* row_sum, float* output, int padded_dim) {
   constexpr int N = KEY_TILE / W;
   if (begin >= end) {
@@ -131,16 +134,16 @@ BATON_INLINE void softmax_row(const float* scores, float* weights, int begin, in
   vf top = score[0];
 #pragma GCC unroll 16
   for (int n = 1; n < N; ++n) top = max(top, score[n]);
-  const float tile_max = max_lanes(top) * scale;
-  const float before = *row_max;
+  const float before = *reference;
   vf sum = load(row_sum);
-  if (tile_max > before) {
+  if (any_greater(top * scale, splat(before + MAX_GROWTH))) {
+    const float tile_max = max_lanes(top) * scale;
     const vf shrink = exp2(splat(before - tile_max));
-    *row_max = tile_max;
+    *reference = tile_max;
     sum *= shrink;
     for (int at = 0; at < padded_dim; at += W) store(output + at, load(output + at) * shrink);
   }
-  const float now = *row_max;
+  const float now = *reference;
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n) {
     const vf p = exp2(score[n] * scale - now);
@@ -193,7 +196,7 @@ static void weigh_keys(const BatonAttention& args, const Shape& shape, const Scr
     const int end = scratch.positions[row] - first + 1;
     const int begin = args.window > 0 && end > args.window ? end - args.window : 0;
     softmax_row<Words>(scratch.scores + r * KEY_TILE, weights + r * (KEY_TILE / Words::PER_WORD), begin,
-                       end < KEY_TILE ? end : KEY_TILE, args.scale * LOG2_E, scratch.row_max + row,
+                       end < KEY_TILE ? end : KEY_TILE, args.scale * LOG2_E, scratch.reference + row,
                        scratch.row_sum + (size_t)row * W, scratch.output + (size_t)row * shape.padded_dim,
                        shape.padded_dim);
   }
@@ -228,7 +231,7 @@ static void attend(const BatonAttention& args, const BatonStep& step, const Atte
   const int rows = (tile.end - tile.begin) * shape.group;
   for (int i = 0; i < rows * shape.padded_dim; ++i) scratch.output[i] = 0.0f;
   for (int i = 0; i < rows * W; ++i) scratch.row_sum[i] = 0.0f;
-  for (int r = 0; r < rows; ++r) scratch.row_max[r] = LEAST_SCORE;
+  for (int r = 0; r < rows; ++r) scratch.reference[r] = LEAST_SCORE;
   for (int token = tile.begin, r = 0; token < tile.end; ++token)
     for (int g = 0; g < shape.group; ++g, ++r) scratch.positions[r] = step.context_starts[tile.sequence] + token;
   pack_queries<Words, T>(args, step, shape, tile, shape.head_dim / Words::PER_WORD, scratch.queries);

@@ -1,5 +1,5 @@
-// The embedding, RMS norm with the residual sum, rotary embedding with the write to the block pool, gated activations,
-// and the largest logit. All compute in float32 and round once, at the end. The residual is never rounded: it is float32
+// The embedding, RMS norm with the residual sum, rotary embedding with the write to the block pool, and the
+// largest logit. All compute in float32 and round once, at the end. The residual is never rounded: it is float32
 // in every dtype.
 //
 // Included inside `namespace baton::BATON_ISA_NAMESPACE { namespace {`, after simd.h.
@@ -127,49 +127,6 @@ static void rotary_write(const BatonRotaryWrite& args, const BatonStep& step, in
     rotary_write_tokens<bf16>(args, step, begin, end);
   } else {
     rotary_write_tokens<float>(args, step, begin, end);
-  }
-}
-
-// 1 / (1 + e^-x). exp2 takes arguments up to 127: sigmoid(-88) is 6e-39 and rounds to zero for all that is added to it.
-BATON_INLINE vf sigmoid(vf x) {
-  const vf exponent = x * -1.44269504f;
-  return reciprocal(1.0f + exp2(exponent > splat(127.0f) ? splat(127.0f) : exponent));
-}
-
-BATON_INLINE vf silu(vf x) { return x * sigmoid(x); }
-
-// x/2 (1 + tanh(u)) with u = sqrt(2/pi) (x + 0.044715 x^3), where (1 + tanh(u)) / 2 = sigmoid(2u).
-BATON_INLINE vf gelu_tanh(vf x) {
-  return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
-}
-
-template <class T, class Function>
-static void gated_activation_rows(const BatonGatedActivation& args, int32_t begin, int32_t end, Function activation) {
-  const int size = args.size;
-  for (int32_t row = begin; row < end; ++row) {
-    const T* gate = static_cast<const T*>(args.gate_up) + (size_t)row * 2 * size;
-    const T* up = gate + size;
-    T* out = static_cast<T*>(args.out) + (size_t)row * size;
-    for_each_vector(size, [=](int at, int n) __attribute__((always_inline)) {
-      store_up_to(out + at, activation(load_up_to(gate + at, n)) * load_up_to(up + at, n), n);
-    });
-  }
-}
-
-template <class T>
-static void gated_activation_of(const BatonGatedActivation& args, int32_t begin, int32_t end) {
-  if (args.activation == BATON_GELU_TANH) {
-    gated_activation_rows<T>(args, begin, end, [](vf x) __attribute__((always_inline)) { return gelu_tanh(x); });
-  } else {
-    gated_activation_rows<T>(args, begin, end, [](vf x) __attribute__((always_inline)) { return silu(x); });
-  }
-}
-
-static void gated_activation(const BatonGatedActivation& args, int32_t begin, int32_t end) {
-  if (args.dtype == BATON_BFLOAT16) {
-    gated_activation_of<bf16>(args, begin, end);
-  } else {
-    gated_activation_of<float>(args, begin, end);
   }
 }
 

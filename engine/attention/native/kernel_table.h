@@ -34,7 +34,6 @@ struct KernelTable {
   void (*embed)(const BatonEmbed& args, const BatonStep& step, int32_t begin, int32_t end);
   void (*add_norm)(const BatonAddNorm& args, int32_t begin, int32_t end);
   void (*rotary_write)(const BatonRotaryWrite& args, const BatonStep& step, int32_t begin, int32_t end);
-  void (*gated_activation)(const BatonGatedActivation& args, int32_t begin, int32_t end);
   void (*argmax)(const BatonArgmax& args, int32_t begin, int32_t end);
 };
 

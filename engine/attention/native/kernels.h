@@ -65,7 +65,7 @@ struct BatonEmbed {
   float scale;
 };
 
-// target[r] = source[rows[r]] for r < R; rows of row_size_bytes.
+// target[r] = source[rows[r]] for r < R (select), or target[rows[r]] = source[r] (place); rows of row_size_bytes.
 struct BatonSelectRows {
   const void* source;
   void* target;
@@ -88,11 +88,15 @@ struct BatonAddNorm {
   float eps;
 };
 
-// out [N, num_outputs] = x weight^T + bias, summed in float32. An output's bits do not depend on the other rows.
+enum BatonActivation : int32_t { BATON_NO_ACTIVATION = 0, BATON_SILU = 1, BATON_GELU_TANH = 2 };
+
+// out [N, num_outputs] = x weight^T + bias, summed in float32. An output's bits do not depend on the other rows. With an
+// activation the weight, and the bias, have 2 * num_outputs rows, gates before the others, and
+// out = activation(gates) * others, rounded once.
 struct BatonLinear {
   const int32_t* num_rows;
   const void* x;
-  const void* weight;  // [num_outputs, num_inputs], contiguous
+  const void* weight;  // [num_outputs or twice as many, num_inputs], contiguous
   const float* bias;   // or null
   void* out;
   int64_t x_stride;
@@ -101,6 +105,7 @@ struct BatonLinear {
   int32_t num_outputs;
   int32_t dtype;  // of x and weight
   int32_t out_dtype;
+  int32_t activation;
 };
 
 // Rotates queries (in place) and keys of the fused projection qkv [T, (H + 2K) * D], each head normalised before where
@@ -120,7 +125,7 @@ struct BatonRotaryWrite {
 // Attention of S sequences. Tokens query_starts[s] .. query_starts[s + 1] - 1 belong to sequence s and stand at its
 // positions context_starts[s], context_starts[s] + 1, ...; each sees the last `window` positions up to its own, or all of
 // them if window is 0. Their keys and values are in the pool already, through the block ids
-// block_tables[table_starts[s] ...].
+// block_tables[table_starts[s] ...]. With selected_only no more than the outputs of the tokens in `rows` are wanted.
 struct BatonAttention {
   BatonKVLayer kv;
   const void* q;  // [T, H, D], heads contiguous
@@ -130,18 +135,7 @@ struct BatonAttention {
   int32_t num_heads;
   int32_t window;
   float scale;
-};
-
-enum BatonActivation : int32_t { BATON_SILU = 0, BATON_GELU_TANH = 1 };
-
-// out [N, size] = activation(gate_up[:, :size]) * gate_up[:, size:].
-struct BatonGatedActivation {
-  const int32_t* num_rows;
-  const void* gate_up;
-  void* out;
-  int32_t size;
-  int32_t dtype;
-  int32_t activation;
+  int32_t selected_only;
 };
 
 // ids [N] and values [N]: the first largest element of each row of logits [N, size], NaN where the row holds one.
@@ -160,8 +154,8 @@ enum BatonOpKind : int32_t {
   BATON_LINEAR = 3,
   BATON_ROTARY_WRITE = 4,
   BATON_ATTENTION = 5,
-  BATON_GATED_ACTIVATION = 6,
-  BATON_ARGMAX = 7,
+  BATON_ARGMAX = 6,
+  BATON_PLACE_ROWS = 7,
 };
 
 struct BatonOp {

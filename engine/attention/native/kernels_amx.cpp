@@ -17,6 +17,7 @@ constexpr int CACHE_LINE_BYTES = 64;
 
 #include "simd.h"
 //
+#include "gate_impl.h"
 #include "linear_impl.h"
 
 }  // namespace

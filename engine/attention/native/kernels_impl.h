@@ -20,6 +20,7 @@ namespace {
 //
 #include "attention_impl.h"
 #include "elementwise_impl.h"
+#include "gate_impl.h"
 #include "linear_impl.h"
 
 }  // namespace
@@ -27,7 +28,7 @@ namespace {
 extern const KernelTable table;
 const KernelTable table = {
     linear_num_items, linear_scratch_size_bytes, linear_item, attention_scratch_size_bytes, attention_tile_tokens,
-    attention_tile, embed, add_norm, rotary_write, gated_activation, argmax,
+    attention_tile, embed, add_norm, rotary_write, argmax,
 };
 
 }  // namespace BATON_ISA_NAMESPACE

@@ -6,12 +6,11 @@
 
 constexpr int GRANULE_WORDS = 16;  // of a row: a row of a tile
 constexpr int TILE_OUTPUTS = 2 * TILE_ROWS;
-constexpr int ROUND_STEPS = GRANULE_WORDS;  // between two fetches
 static_assert(W == TILE_ROW_BYTES / 4, "a vector is a row of a tile");
 
 template <class P, int C>
-static void many_rows_tile(WordRows weight, const uint32_t* x, int num_steps, Ahead& ahead, int lines_per_round,
-                           bool is_first, float* partial) {
+static void many_rows_tile(WordRows weight, const uint32_t* x, int num_steps, const Ahead& ahead, bool is_first,
+                           float* partial) {
   static_assert(C <= 2 && P::WORD_STEPS == 1, "");
   constexpr size_t STEP_BYTES = C * TILE_ROW_BYTES;
   float* const upper = partial + TILE_ROWS * C * W;  // of the second half of the outputs
@@ -28,8 +27,8 @@ static void many_rows_tile(WordRows weight, const uint32_t* x, int num_steps, Ah
       BATON_TILE_LOAD(3, upper + W, STEP_BYTES);
     }
   }
-  for (int at = 0; at < num_steps; at += ROUND_STEPS, x += ROUND_STEPS * C * W, weight.data += TILE_ROW_BYTES) {
-    fetch(ahead, lines_per_round);
+  for (int at = 0; at < num_steps; at += GRANULE_WORDS, x += GRANULE_WORDS * C * W, weight.data += TILE_ROW_BYTES) {
+    fetch(ahead, at * 4);
     BATON_TILE_LOAD(4, weight.data, weight.stride_bytes);
     BATON_TILE_LOAD(6, x, STEP_BYTES);
     BATON_TILE_MULTIPLY(0, 4, 6);

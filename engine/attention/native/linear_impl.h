@@ -10,15 +10,20 @@
 // lie. The weight is walked in strips of outputs, each in chunks of words, so that a chunk of the packed rows stays in
 // the second-level cache and a tile's rows of the weight in the first.
 //
-// Included inside `namespace baton::BATON_ISA_NAMESPACE { namespace {`, after simd.h.
+// With an activation an output is made of two sums, its gate's and another, so that a strip has two parts: the gates of
+// half as many outputs, then their others.
+//
+// Included inside `namespace baton::BATON_ISA_NAMESPACE { namespace {`, after simd.h and gate_impl.h.
 #include "linear_tiles.h"
+//
+#include "linear_store.h"
 
 #ifdef BATON_AMX_TILES
 constexpr int MAX_FEW_ROWS = 0;
 constexpr int STRIP_OUTPUTS = 2 * TILE_OUTPUTS;
 #else
 constexpr int MAX_FEW_ROWS = W == 16 ? 12 : W;
-constexpr int STRIP_OUTPUTS = 6 * W;              // whole tiles of either kind
+constexpr int STRIP_OUTPUTS = 6 * W;              // twice whole tiles of either kind
 #endif
 constexpr int MAX_CHUNK_WORDS = 512;              // of a row of the weight
 constexpr int PACKED_CHUNK_BYTES = 384 * 1024;    // of rows of x, if they are many
@@ -28,7 +33,7 @@ constexpr int MIN_BLOCK_ROWS = 64;                // enough sums for each word o
 // For each thread, so that one that comes late holds up the others little.
 constexpr int FEW_ROWS_ITEMS = 3;
 constexpr int MANY_ROWS_ITEMS = 2;
-static_assert(STRIP_OUTPUTS % TILE_OUTPUTS == 0 && STRIP_OUTPUTS % W == 0, "a strip is whole tiles");
+static_assert(STRIP_OUTPUTS / 2 % TILE_OUTPUTS == 0 && STRIP_OUTPUTS / 2 % W == 0, "half a strip is whole tiles");
 
 BATON_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 BATON_INLINE int64_t round_up(int64_t a, int64_t unit) { return ceil_div(a, unit) * unit; }
@@ -43,6 +48,8 @@ struct LinearPlan {
 
   const BatonLinear& args;
   int num_rows;
+  int num_parts;      // of a strip
+  int strip_outputs;
   int num_words;    // of a row, filled up to whole granules with zeros
   int chunk_words;  // whole vectors; the last chunk may be shorter
   int block_rows;
@@ -60,6 +67,8 @@ struct LinearPlan {
   size_t scratch_size_bytes;
 
   LinearPlan(const BatonLinear& args, int num_threads) : args(args), num_rows(*args.num_rows) {
+    num_parts = args.activation == BATON_NO_ACTIVATION ? 1 : 2;
+    strip_outputs = STRIP_OUTPUTS / num_parts;
     const int granule_elements = GRANULE_WORDS * P::WORD_ELEMENTS;
     num_words = (int)round_up(args.num_inputs, granule_elements) / P::WORD_ELEMENTS;
     has_whole_granules = args.num_inputs % granule_elements == 0;
@@ -83,11 +92,12 @@ struct LinearPlan {
     block_rows = is_few ? num_rows : (int)least(num_rows, round_up(ceil_div(num_rows, most(num_blocks, 1)), PANEL_ROWS));
     num_blocks = num_rows == 0 ? 0 : ceil_div(num_rows, block_rows);
 
-    const int64_t max_pieces = is_few ? args.num_outputs * row_bytes / MIN_ITEM_WEIGHT_BYTES
-                                      : args.num_outputs / MIN_PIECE_OUTPUTS;
+    const int64_t num_weight_rows = (int64_t)args.num_outputs * num_parts;
+    const int64_t max_pieces = is_few ? num_weight_rows * row_bytes / MIN_ITEM_WEIGHT_BYTES
+                                      : num_weight_rows / MIN_PIECE_OUTPUTS;
     num_pieces = most(least(num_items / most(num_blocks, 1), max_pieces), 1);
     if (num_pieces > num_threads) num_pieces = num_pieces / num_threads * num_threads;
-    piece_outputs = (int)round_up(ceil_div(args.num_outputs, num_pieces), is_few ? W : STRIP_OUTPUTS);
+    piece_outputs = (int)round_up(ceil_div(args.num_outputs, num_pieces), is_few ? W : strip_outputs);
     num_pieces = ceil_div(args.num_outputs, piece_outputs);
   }
 
@@ -107,8 +117,10 @@ struct LinearPlan {
     scratch_size_bytes = end;
   }
 
-  const char* weight(int output, int word) const {
-    return static_cast<const char*>(args.weight) + output * row_bytes + word * 4;
+  // Of an output's row in the weight, and in the bias.
+  int row_of(int part, int output) const { return part * args.num_outputs + output; }
+  const char* weight(int weight_row, int word) const {
+    return static_cast<const char*>(args.weight) + weight_row * row_bytes + word * 4;
   }
   const element* x(int row) const { return static_cast<const element*>(args.x) + row * args.x_stride; }
 };
@@ -128,9 +140,9 @@ struct LinearItem {
   }
 };
 
-// Words [begin, end) of rows output .. output + count - 1 of the weight in scratch memory, and zeros up to `size` rows.
+// Words [begin, end) of `count` rows of the weight, from weight_row on, in scratch memory, and zeros up to `size` rows.
 template <class P, bool IS_WIDENED>
-static WordRows copy_weight(LinearItem<P> item, int output, int count, int size, int begin, int end) {
+static WordRows copy_weight(LinearItem<P> item, int weight_row, int count, int size, int begin, int end) {
   const LinearPlan<P>& plan = item.plan;
   char* const target = item.scratch + plan.copy;
   for (int i = 0; i < size; ++i) {
@@ -139,7 +151,7 @@ static WordRows copy_weight(LinearItem<P> item, int output, int count, int size,
       __builtin_memset(to, 0, plan.copy_stride_bytes);
       continue;
     }
-    const auto* row = reinterpret_cast<const typename P::element*>(plan.weight(output + i, begin));
+    const auto* row = reinterpret_cast<const typename P::element*>(plan.weight(weight_row + i, begin));
     const int num_elements = plan.args.num_inputs - begin * P::WORD_ELEMENTS;
     if constexpr (IS_WIDENED) {
       widen_row(row, num_elements, end - begin, to);
@@ -150,44 +162,46 @@ static WordRows copy_weight(LinearItem<P> item, int output, int count, int size,
   return {target, plan.copy_stride_bytes};
 }
 
-template <class T>
-BATON_INLINE void store_outputs(T* out, vf sums, const float* bias, int count) {
-  if (bias) sums += load_up_to(bias, count);
-  store_up_to(out, sums, count);
-}
-
 // ---- few rows
 
-// Sums of R rows with W outputs from `output` on, of which the first `count` exist.
+// partial = sums of R rows with W rows of the weight from weight_row on, of which the first `count` exist.
 template <class P, int R>
-static void few_rows_sums(LinearItem<P> item, int output, int count) {
+static void few_rows_sums(LinearItem<P> item, int weight_row, int count, float* partial) {
   const LinearPlan<P>& plan = item.plan;
   if (count == W && plan.has_whole_granules)
-    return few_rows_tile<P, R>({plan.weight(output, 0), plan.row_bytes}, item.few_x(), plan.num_words, true, true,
-                               item.partial(0));
+    return few_rows_tile<P, R>({plan.weight(weight_row, 0), plan.row_bytes}, item.few_x(), plan.num_words, true, true,
+                               partial);
   for (int begin = 0; begin < plan.num_words; begin += plan.chunk_words) {
     const int end = (int)least(begin + plan.chunk_words, plan.num_words);
-    const WordRows weight = copy_weight<P, false>(item, output, count, W, begin, end);
-    few_rows_tile<P, R>(weight, item.few_x() + begin * P::WORD_STEPS * R, end - begin, false, begin == 0,
-                        item.partial(0));
+    const WordRows weight = copy_weight<P, false>(item, weight_row, count, W, begin, end);
+    few_rows_tile<P, R>(weight, item.few_x() + begin * P::WORD_STEPS * R, end - begin, false, begin == 0, partial);
   }
 }
 
 // R rows, the first of which is `row`, with outputs begin .. end - 1.
 template <class P, int R>
 static void few_rows(LinearItem<P> item, int row, int begin, int end) {
-  const BatonLinear& args = item.plan.args;
+  const LinearPlan<P>& plan = item.plan;
+  const BatonLinear& args = plan.args;
+  float* const partial = item.partial(0);
   for (int output = begin; output < end; output += W) {
     const int count = (int)least(end - output, W);
-    few_rows_sums<P, R>(item, output, count);
-    const float* bias = args.bias ? args.bias + output : nullptr;
+    for (int part = 0; part < plan.num_parts; ++part) {
+      const int weight_row = plan.row_of(part, output);
+      float* const sums = partial + part * R * W;
+      few_rows_sums<P, R>(item, weight_row, count, sums);
+      if (args.bias) {
+        const vf bias = load_up_to(args.bias + weight_row, count);
+        for (int r = 0; r < R; ++r) store(sums + r * W, load(sums + r * W) + bias);
+      }
+    }
+    if (plan.num_parts == 2) gate(args.activation, partial, partial + R * W, R);
     for (int r = 0; r < R; ++r) {
-      const vf sums = load(item.partial(0) + r * W);
       const int64_t at = (row + r) * args.out_stride + output;
       if (args.out_dtype == BATON_FLOAT32) {
-        store_outputs(static_cast<float*>(args.out) + at, sums, bias, count);
+        store_up_to(static_cast<float*>(args.out) + at, load(partial + r * W), count);
       } else {
-        store_outputs(static_cast<bf16*>(args.out) + at, sums, bias, count);
+        store_up_to(static_cast<bf16*>(args.out) + at, load(partial + r * W), count);
       }
     }
   }
@@ -206,85 +220,89 @@ static void few_rows(LinearItem<P> item, int row, int num_rows, int begin, int e
 
 // ---- many rows
 
-// One chunk of words of one tile's outputs, of which the first `count` exist, with all panels. `place` is where they
-// stand in their strip.
+// One chunk of words of one tile's rows of the weight, of which the first `count` exist, with all panels. `place` is
+// where they stand in their strip.
 template <class P>
-static void many_rows_chunk(LinearItem<P> item, int num_rows, int output, int count, int place, int begin, int end,
-                            Ahead ahead) {
+static void many_rows_chunk(LinearItem<P> item, int num_rows, int weight_row, int count, int place, int begin, int end,
+                            const Ahead& ahead) {
   const LinearPlan<P>& plan = item.plan;
   constexpr bool IS_WIDENED = P::WORD_STEPS == 2;
   const WordRows weight = !IS_WIDENED && count == TILE_OUTPUTS && plan.has_whole_granules
-                              ? WordRows{plan.weight(output, begin), plan.row_bytes}
-                              : copy_weight<P, IS_WIDENED>(item, output, count, TILE_OUTPUTS, begin, end);
+                              ? WordRows{plan.weight(weight_row, begin), plan.row_bytes}
+                              : copy_weight<P, IS_WIDENED>(item, weight_row, count, TILE_OUTPUTS, begin, end);
   const int num_steps = (end - begin) * P::WORD_STEPS, first_step = begin * P::WORD_STEPS;
-  const int lines_per_round = (int)ceil_div(num_lines(ahead), num_steps / ROUND_STEPS * ceil_div(num_rows, PANEL_ROWS));
-  for (int row = 0; row < num_rows; row += PANEL_ROWS) {
+  const int share = (int)ceil_div(ahead.num_rows, ceil_div(num_rows, PANEL_ROWS));
+  for (int row = 0, first = 0; row < num_rows; row += PANEL_ROWS, first += share) {
     const uint32_t* x = item.packed_x(row);
     float* partial = item.partial(row);
+    const WordRows rows = {ahead.rows.data + first * ahead.rows.stride_bytes, ahead.rows.stride_bytes};
+    const Ahead part = {rows, (int)least(ahead.num_rows - first, share)};
     if (num_rows - row > W) {
       x += first_step * PANEL_ROWS;
       partial += place * PANEL_ROWS;
-      many_rows_tile<P, TILE_VECTORS>(weight, x, num_steps, ahead, lines_per_round, begin == 0, partial);
+      many_rows_tile<P, TILE_VECTORS>(weight, x, num_steps, part, begin == 0, partial);
     } else {
       x += first_step * W;
       partial += place * W;
-      many_rows_tile<P, 1>(weight, x, num_steps, ahead, lines_per_round, begin == 0, partial);
+      many_rows_tile<P, 1>(weight, x, num_steps, part, begin == 0, partial);
     }
   }
 }
 
-// The sums of up to C vectors of rows with a strip's outputs, transposed, to where they belong.
-template <class T, int C>
-static void store_panel(const BatonLinear& args, int row, int num_rows, int output, int count, const float* partial) {
-  const int64_t stride = args.out_stride;
-  for (int c = 0; c < C; ++c) {
-    const int rows = (int)least(num_rows - c * W, W);
-    for (int at = 0; at < count; at += W) {
-      vf square[W];
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) square[i] = load(partial + ((at + i) * C + c) * W);
-      transpose(square);
-      if (args.bias) {
-        const vf bias = load_up_to(args.bias + output + at, count - at);
-#pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) square[i] += bias;
-      }
-      T* const out = static_cast<T*>(args.out) + (row + c * W) * stride + output + at;
-      if (rows == W && count - at >= W) {
-#pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) store(out + i * stride, square[i]);
-      } else {
-        for (int i = 0; i < rows; ++i) store_up_to(out + i * stride, square[i], count - at);
-      }
-    }
+// From the sums of C vectors of rows with a strip's rows of the weight to those of its `count` outputs: adds the bias,
+// and brings gates and others together.
+template <class P, int C>
+static void finish_panel(const LinearPlan<P>& plan, int output, int count, float* partial) {
+  const BatonLinear& args = plan.args;
+  if (args.bias) {
+    for (int part = 0; part < plan.num_parts; ++part)
+      for (int i = 0; i < count; ++i)
+        for (int c = 0; c < C; ++c) {
+          float* const sums = partial + ((size_t)(part * plan.strip_outputs + i) * C + c) * W;
+          store(sums, load(sums) + args.bias[plan.row_of(part, output + i)]);
+        }
+  }
+  if (plan.num_parts == 2) gate(args.activation, partial, partial + (size_t)plan.strip_outputs * C * W, count * C);
+}
+
+template <class P, int C>
+static void store_strip_panel(LinearItem<P> item, int row, int num_rows, int output, int count, float* partial) {
+  const BatonLinear& args = item.plan.args;
+  finish_panel<P, C>(item.plan, output, count, partial);
+  if (args.out_dtype == BATON_FLOAT32) {
+    store_panel<float, C>(args, row, num_rows, output, count, partial);
+  } else {
+    store_panel<bf16, C>(args, row, num_rows, output, count, partial);
   }
 }
 
-template <class P, class T>
+template <class P>
 static void store_strip(LinearItem<P> item, int row, int num_rows, int output, int count) {
   for (int at = 0; at < num_rows; at += PANEL_ROWS) {
     const int left = num_rows - at;
     if (left > W) {
-      store_panel<T, TILE_VECTORS>(item.plan.args, row + at, left, output, count, item.partial(at));
+      store_strip_panel<P, TILE_VECTORS>(item, row + at, left, output, count, item.partial(at));
     } else {
-      store_panel<T, 1>(item.plan.args, row + at, left, output, count, item.partial(at));
+      store_strip_panel<P, 1>(item, row + at, left, output, count, item.partial(at));
     }
   }
 }
 
-// What is read after words [begin, end) of the tile at `output`, in the strip from `strip` to `strip_end`.
+// What is read after words [begin, end) of the tile of a part at `output`, in the strip from `strip` to `strip_end`.
 template <class P>
-static Ahead following(const LinearPlan<P>& plan, int strip, int strip_end, int output, int begin, int end,
+static Ahead following(const LinearPlan<P>& plan, int strip, int strip_end, int part, int output, int begin, int end,
                        int piece_end) {
-  int next_output = output + TILE_OUTPUTS, next_word = begin;
-  if (next_output >= strip_end) {
-    next_word = end < plan.num_words ? end : 0;
-    next_output = next_word ? strip : strip_end;
+  output += TILE_OUTPUTS;
+  if (output >= strip_end && part + 1 < plan.num_parts) {
+    ++part;
+    output = strip;
+  } else if (output >= strip_end) {
+    part = 0;
+    begin = end < plan.num_words ? end : 0;
+    output = begin ? strip : strip_end;
   }
-  if (next_output >= piece_end) return {};
-  const char* next = plan.weight(next_output, next_word);
-  const size_t piece_bytes = least(plan.chunk_words * 4, plan.row_bytes - next_word * 4);
-  return {next, next + piece_bytes, piece_bytes, plan.row_bytes, (int)least(piece_end - next_output, TILE_OUTPUTS)};
+  if (output >= piece_end) return {};
+  return {{plan.weight(plan.row_of(part, output), begin), plan.row_bytes}, (int)least(piece_end - output, TILE_OUTPUTS)};
 }
 
 // Rows that are packed, the first of them `row`, with the outputs of one strip.
@@ -293,17 +311,16 @@ static void many_rows(LinearItem<P> item, int row, int num_rows, int strip, int 
   const LinearPlan<P>& plan = item.plan;
   for (int begin = 0; begin < plan.num_words; begin += plan.chunk_words) {
     const int end = (int)least(begin + plan.chunk_words, plan.num_words);
-    for (int output = strip; output < strip_end; output += TILE_OUTPUTS) {
-      const int count = (int)least(strip_end - output, TILE_OUTPUTS);
-      many_rows_chunk(item, num_rows, output, count, output - strip, begin, end,
-                      following(plan, strip, strip_end, output, begin, end, piece_end));
+    for (int part = 0; part < plan.num_parts; ++part) {
+      for (int output = strip; output < strip_end; output += TILE_OUTPUTS) {
+        const int count = (int)least(strip_end - output, TILE_OUTPUTS);
+        const int place = part * plan.strip_outputs + output - strip;
+        many_rows_chunk(item, num_rows, plan.row_of(part, output), count, place, begin, end,
+                        following(plan, strip, strip_end, part, output, begin, end, piece_end));
+      }
     }
   }
-  if (plan.args.out_dtype == BATON_FLOAT32) {
-    store_strip<P, float>(item, row, num_rows, strip, strip_end - strip);
-  } else {
-    store_strip<P, bf16>(item, row, num_rows, strip, strip_end - strip);
-  }
+  store_strip(item, row, num_rows, strip, strip_end - strip);
 }
 
 // ---- items
@@ -327,8 +344,8 @@ static void compute_item(const LinearPlan<P>& plan, int64_t index, void* scratch
     pack_panel<P>(plan.x(row + at), args.x_stride, count, args.num_inputs, plan.num_words, (int)ceil_div(count, W),
                   item.packed_x(at));
   }
-  for (int strip = begin; strip < end; strip += STRIP_OUTPUTS) {
-    const int strip_end = (int)least(strip + STRIP_OUTPUTS, end);
+  for (int strip = begin; strip < end; strip += plan.strip_outputs) {
+    const int strip_end = (int)least(strip + plan.strip_outputs, end);
     many_rows(item, row, num_many, strip, strip_end, end);
     if (num_few) few_rows<P>(item, row + num_many, num_few, strip, strip_end);
   }

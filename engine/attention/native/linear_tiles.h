@@ -161,30 +161,17 @@ static void few_rows_tile(WordRows weight, const uint32_t* x, int num_words, boo
 
 // ---- many rows of x
 
-// Bytes that are wanted soon: pieces of `num_rows` rows. The tiles fetch some lines of them now and then, so that
-// reading the weight and computing go on side by side. Into the second-level cache, as few_rows_tile does.
+// Rows of the weight that are wanted soon. A tile fetches them while it multiplies others, so that reading the weight and
+// computing go on side by side. Into the second-level cache, as few_rows_tile does.
 struct Ahead {
-  const char* next;
-  const char* piece_end;
-  size_t piece_bytes;
-  size_t stride_bytes;
+  WordRows rows;
   int num_rows;
 };
 
-BATON_INLINE int num_lines(const Ahead& ahead) {
-  return ahead.num_rows * (int)((ahead.piece_bytes + CACHE_LINE_BYTES - 1) / CACHE_LINE_BYTES);
-}
-
-BATON_INLINE void fetch(Ahead& ahead, int num_lines) {
-  for (int i = 0; i < num_lines && ahead.num_rows > 0; ++i) {
-    __builtin_prefetch(ahead.next, 0, 2);
-    ahead.next += CACHE_LINE_BYTES;
-    if (ahead.next >= ahead.piece_end) {
-      --ahead.num_rows;
-      ahead.piece_end += ahead.stride_bytes;
-      ahead.next = ahead.piece_end - ahead.piece_bytes;
-    }
-  }
+// The rows' cache line that lies so many bytes behind their beginnings.
+BATON_INLINE void fetch(const Ahead& ahead, int offset_bytes) {
+  const char* line = ahead.rows.data + offset_bytes;
+  for (int row = 0; row < ahead.num_rows; ++row, line += ahead.rows.stride_bytes) __builtin_prefetch(line, 0, 2);
 }
 
 #ifdef BATON_AMX_TILES
@@ -193,23 +180,24 @@ BATON_INLINE void fetch(Ahead& ahead, int num_lines) {
 
 constexpr int GRANULE_WORDS = SQUARE_WORDS;           // of which the tiles take whole numbers
 constexpr int TILE_OUTPUTS = W >= 8 ? W * 3 / 4 : 6;  // of many_rows_tile: times TILE_VECTORS, 3/4 of the registers
-constexpr int ROUND_STEPS = 4;                        // of many_rows_tile between two fetches
+constexpr int UNROLLED_STEPS = 4;                     // of many_rows_tile
 
 // partial [TILE_OUTPUTS, C, W] = as many rows of the weight with C vectors of rows of x, over num_steps steps; added to
 // it unless it is_first. x is [num_steps, C, W].
 template <class P, int C>
-static void many_rows_tile(WordRows weight, const uint32_t* x, int num_steps, Ahead& ahead, int lines_per_round,
-                           bool is_first, float* partial) {
+static void many_rows_tile(WordRows weight, const uint32_t* x, int num_steps, const Ahead& ahead, bool is_first,
+                           float* partial) {
   constexpr int R = TILE_OUTPUTS;
+  constexpr int LINE_STEPS = CACHE_LINE_BYTES / 4 * P::WORD_STEPS;  // that a line of the weight lasts
   vf sums[R][C];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) sums[r][c] = is_first ? zero() : load(partial + (r * C + c) * W);
-  for (int at = 0; at < num_steps; at += ROUND_STEPS) {
-    fetch(ahead, lines_per_round);
+  for (int at = 0; at < num_steps; at += UNROLLED_STEPS) {
+    if (at % LINE_STEPS == 0) fetch(ahead, at / LINE_STEPS * CACHE_LINE_BYTES);
 #pragma GCC unroll 4
-    for (int i = 0; i < ROUND_STEPS; ++i) {
+    for (int i = 0; i < UNROLLED_STEPS; ++i) {
       vu rows[C];
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) rows[c] = load_words(x + ((size_t)(at + i) * C + c) * W);

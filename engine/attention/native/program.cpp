@@ -22,6 +22,29 @@ void select_rows(const BatonSelectRows& args, const BatonStep& step, int32_t beg
                 args.row_size_bytes);
 }
 
+void place_rows(const BatonSelectRows& args, const BatonStep& step, int32_t begin, int32_t end) {
+  const char* source = static_cast<const char*>(args.source);
+  char* target = static_cast<char*>(args.target);
+  for (int32_t row = begin; row < end; ++row)
+    std::memcpy(target + step.rows[row] * args.target_stride_bytes, source + row * args.source_stride_bytes,
+                args.row_size_bytes);
+}
+
+// The tokens of a sequence whose outputs are wanted, from the first to the last one.
+struct TokenSpan {
+  int32_t begin;
+  int32_t end;
+};
+
+// `row` is the first of `rows` that belongs to the sequence or to a later one, and becomes that of the next sequence.
+TokenSpan selected_tokens(const BatonStep& step, int32_t sequence, int32_t* row) {
+  const int32_t first = step.query_starts[sequence], end = step.query_starts[sequence + 1];
+  const int32_t begin_row = *row;
+  while (*row < step.num_selected && step.rows[*row] < end) ++*row;
+  if (*row == begin_row) return {0, 0};
+  return {(int32_t)step.rows[begin_row] - first, (int32_t)step.rows[*row - 1] - first + 1};
+}
+
 }  // namespace
 
 int64_t Program::advance() {
@@ -39,7 +62,8 @@ int64_t Program::advance() {
 int64_t Program::prepare() {
   switch (op_->kind) {
     case BATON_EMBED: return split_rows(step_.num_tokens, args_of<BatonEmbed>(*op_).size);
-    case BATON_SELECT_ROWS: {
+    case BATON_SELECT_ROWS:
+    case BATON_PLACE_ROWS: {
       const BatonSelectRows& args = args_of<BatonSelectRows>(*op_);
       return split_rows(step_.num_selected, args.row_size_bytes / 4);
     }
@@ -55,10 +79,6 @@ int64_t Program::prepare() {
     case BATON_ATTENTION:
       plan_attention(args_of<BatonAttention>(*op_));
       return (int64_t)tiles_.size();
-    case BATON_GATED_ACTIVATION: {
-      const BatonGatedActivation& args = args_of<BatonGatedActivation>(*op_);
-      return split_rows(*args.num_rows, 4 * (int64_t)args.size);
-    }
     case BATON_ARGMAX: {
       const BatonArgmax& args = args_of<BatonArgmax>(*op_);
       return split_rows(*args.num_rows, args.size);
@@ -76,11 +96,13 @@ int64_t Program::split_rows(int32_t num_rows, int64_t work_per_row) {
 void Program::plan_attention(const BatonAttention& args) {
   tiles_.clear();
   const int32_t tile_tokens = table_.attention_tile_tokens(args);
+  int32_t row = 0;
   for (int32_t sequence = 0; sequence < step_.num_sequences; ++sequence) {
-    const int32_t num_tokens = step_.query_starts[sequence + 1] - step_.query_starts[sequence];
+    TokenSpan tokens = {0, step_.query_starts[sequence + 1] - step_.query_starts[sequence]};
+    if (args.selected_only) tokens = selected_tokens(step_, sequence, &row);
     for (int32_t kv_head = 0; kv_head < args.kv.num_kv_heads; ++kv_head)
-      for (int32_t begin = 0; begin < num_tokens; begin += tile_tokens)
-        tiles_.push_back({sequence, kv_head, begin, std::min(begin + tile_tokens, num_tokens)});
+      for (int32_t begin = tokens.begin; begin < tokens.end; begin += tile_tokens)
+        tiles_.push_back({sequence, kv_head, begin, std::min(begin + tile_tokens, tokens.end)});
   }
   if (num_threads_ == 1) return;
   // Long tiles first: a thread that took one last would keep the others waiting.
@@ -98,6 +120,7 @@ void Program::do_item(int64_t item) {
   switch (op_->kind) {
     case BATON_EMBED: return table_.embed(args_of<BatonEmbed>(*op_), step_, begin, end);
     case BATON_SELECT_ROWS: return select_rows(args_of<BatonSelectRows>(*op_), step_, begin, end);
+    case BATON_PLACE_ROWS: return place_rows(args_of<BatonSelectRows>(*op_), step_, begin, end);
     case BATON_ADD_NORM: return table_.add_norm(args_of<BatonAddNorm>(*op_), begin, end);
     case BATON_LINEAR: {
       const BatonLinear& args = args_of<BatonLinear>(*op_);
@@ -113,8 +136,6 @@ void Program::do_item(int64_t item) {
       return table_.attention_tile(args, step_, tiles_[item], next,
                                    thread_scratch(table_.attention_scratch_size_bytes(args)));
     }
-    case BATON_GATED_ACTIVATION:
-      return table_.gated_activation(args_of<BatonGatedActivation>(*op_), begin, end);
     case BATON_ARGMAX: return table_.argmax(args_of<BatonArgmax>(*op_), begin, end);
   }
 }

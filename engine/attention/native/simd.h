@@ -108,6 +108,21 @@ BATON_INLINE float max_lanes(vf v) {
   return v[0];
 }
 
+// Whether a lane of a is greater than that of b.
+BATON_INLINE bool any_greater(vf a, vf b) {
+#if BATON_WIDTH == 16
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
+#elif BATON_WIDTH == 8
+  return _mm256_movemask_ps((__m256)(a > b)) != 0;
+#else
+  const vi greater = a > b;
+  int32_t any = 0;
+#pragma GCC unroll 16
+  for (int i = 0; i < W; ++i) any |= greater[i];
+  return any != 0;
+#endif
+}
+
 // 2^x for x <= 127, within 2 units in the last place; below -126 a subnormal number or 0. NaN stays NaN.
 // x = n + f with n whole and |f| <= 1/2; 2^f by a polynomial of least relative error (1e-7), 2^n into the exponent.
 BATON_INLINE vf exp2(vf x) {

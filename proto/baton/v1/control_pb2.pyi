@@ -892,18 +892,20 @@ class WorkerLoad(_message.Message):
     WAITING_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     STEP_MS_PER_TOKEN_FIELD_NUMBER: _builtins.int
-    DECODE_STEP_MS_FIELD_NUMBER: _builtins.int
+    DECODE_BASE_MS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     PREFIX_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_CONTEXT_TOKEN_MS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     waiting_prefill_tokens: _builtins.int
     num_steps: _builtins.int
     step_ms_per_token: _builtins.float
-    decode_step_ms: _builtins.float
+    decode_base_ms: _builtins.float
     prefix_query_tokens: _builtins.int
     prefix_hit_tokens: _builtins.int
+    decode_context_token_ms: _builtins.float
     @_builtins.property
     def blocks(self) -> _admin_pb2.BlockCounts: ...
     def __init__(
@@ -914,14 +916,15 @@ class WorkerLoad(_message.Message):
         waiting_prefill_tokens: _builtins.int = ...,
         num_steps: _builtins.int = ...,
         step_ms_per_token: _builtins.float = ...,
-        decode_step_ms: _builtins.float = ...,
+        decode_base_ms: _builtins.float = ...,
         blocks: _admin_pb2.BlockCounts | None = ...,
         prefix_query_tokens: _builtins.int = ...,
         prefix_hit_tokens: _builtins.int = ...,
+        decode_context_token_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "decode_step_ms", b"decode_step_ms", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "step_ms_per_token", b"step_ms_per_token", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "decode_base_ms", b"decode_base_ms", "decode_context_token_ms", b"decode_context_token_ms", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "step_ms_per_token", b"step_ms_per_token", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1112,6 +1115,9 @@ class Heartbeat(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
+    IS_LEAVING_FIELD_NUMBER: _builtins.int
+    is_leaving: _builtins.bool
+    """It has been asked to stop and takes no new work; it ends once its pushes have."""
     @_builtins.property
     def load(self) -> Global___WorkerLoad: ...
     @_builtins.property
@@ -1124,10 +1130,11 @@ class Heartbeat(_message.Message):
         load: Global___WorkerLoad | None = ...,
         leases: _abc.Iterable[Global___LeaseInfo] | None = ...,
         links: _abc.Iterable[Global___LinkReport] | None = ...,
+        is_leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "links", b"links", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_leaving", b"is_leaving", "leases", b"leases", "links", b"links", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

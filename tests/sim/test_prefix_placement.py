@@ -1,0 +1,104 @@
+"""Placement by the prefix map in whole clusters: who asks again comes back to what is cached, and a map that is stale
+or plainly wrong costs time and never an answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from zlib import crc32
+
+import pytest
+
+from cluster.core.ids import Role, WorkerId
+from cluster.core.messages import BlockEvents
+from cluster.core.prefix_map import BLOCK_HASH_BYTES, HeldPrefixes, PrefixMap
+from cluster.sim.client import Client
+from cluster.sim.history import run_seed
+from cluster.sim.kernel import MILLISECOND_NS
+from cluster.sim.scenario import Request
+from cluster.sim.world import World
+from tests.sim.worlds import ANSWERED, ask, count, finish, make_world
+
+NUM_SEEDS = 40
+TURNS = 4
+
+
+def conversations(number: int) -> list[Request]:
+    """Several clients, each of whom asks again with a longer prompt; all turns are far apart."""
+    turns = []
+    for turn in range(TURNS):
+        for index in range(number):
+            whole = ask(index, num_prompt_tokens=12 + 12 * turn)
+            arrival_ns = (40 + 400 * turn + 90 * index) * MILLISECOND_NS
+            turns.append(dataclasses.replace(whole, request_id=f"{index}/{turn}", arrival_ns=arrival_ns))
+    return turns
+
+
+def cached_share(world: World) -> float:
+    """Of all prompt tokens looked up on prefill workers, those found."""
+    loads = [node.state.load() for node in world.all_workers if node.worker.name.startswith("p")]
+    return sum(load.prefix_hit_tokens for load in loads) / sum(load.prefix_query_tokens for load in loads)
+
+
+def run_conversations() -> tuple[World, list[Client]]:
+    world = make_world(*conversations(3), num_prefill=4, num_decode=2, num_blocks=96)
+    clients = finish(world)
+    assert all(client.outcome in ANSWERED for client in clients)
+    return world, clients
+
+
+def test_a_conversation_comes_back_to_the_worker_that_has_read_it() -> None:
+    world, _ = run_conversations()
+    readers = {name: count(world, f"-> {name}#", "Prefill(") for name in world.scenario.prefill_names}
+    assert sorted(readers.values()) == [0, TURNS, TURNS, TURNS], readers
+    assert cached_share(world) > 0.5
+
+
+def test_one_prompt_asked_by_many_at_once_is_computed_once() -> None:
+    """All come before its first block can have been told of."""
+    many = [dataclasses.replace(ask(0, num_prompt_tokens=50), request_id=f"r{index}", front=0) for index in range(8)]
+    world = make_world(*many, num_prefill=4, num_decode=4, num_blocks=192)
+    assert all(client.outcome in ANSWERED for client in finish(world))
+    assert cached_share(world) >= 7 / 8 * 48 / 50
+
+
+def test_a_map_that_hears_nothing_more_costs_time_and_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers' events are lost after the first: what is cached is found by luck alone."""
+    hear, informed = PrefixMap.hear, run_conversations()[0]
+
+    def hear_once(self: PrefixMap, worker: WorkerId, events: BlockEvents) -> bool:
+        return hear(self, worker, events) if events.is_snapshot else False
+
+    monkeypatch.setattr(PrefixMap, "hear", hear_once)
+    monkeypatch.setattr("cluster.sim.checks._untold_blocks", lambda world: [])
+    assert cached_share(run_conversations()[0]) < cached_share(informed)
+
+
+class Lies(HeldPrefixes):
+    """Says of every worker that it holds some part of the prompt or other."""
+
+    def __init__(self, prefix_map: PrefixMap, chain: bytes) -> None:
+        super().__init__(prefix_map, ())
+        self.lives, self.chain = prefix_map.lives(), chain
+
+    def num_blocks_of(self, worker: WorkerId) -> int:
+        num_blocks = len(self.chain) // BLOCK_HASH_BYTES
+        return crc32(str(worker).encode() + self.chain) % (num_blocks + 1)
+
+    def longest(self, role: Role, limit: int) -> dict[WorkerId, int]:
+        letter = role.value[0]
+        liars = [worker for worker in self.lives if worker.name.startswith(letter)][:limit]
+        return {worker: self.num_blocks_of(worker) for worker in liars}
+
+
+def test_a_map_that_lies_costs_no_answer_whatever_else_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random histories with all kinds of faults. Reserve's answer and the worker's own index decide what is used."""
+    asked: list[bytes] = []
+
+    def lie(self: PrefixMap, chain: bytes) -> HeldPrefixes:
+        asked.append(chain)
+        return Lies(self, chain)
+
+    monkeypatch.setattr(PrefixMap, "look_up", lie)
+    for seed in range(NUM_SEEDS):
+        run_seed(seed)
+    assert sum(len(chain) > 0 for chain in asked) > NUM_SEEDS
