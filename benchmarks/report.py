@@ -79,6 +79,7 @@ def finish(report: Report, args: argparse.Namespace, plot: Callable[[Path], None
     print(text)
     if plot is not None:
         plot(target.with_suffix(".png"))
+    print(f"written to {target}" + ("" if plot is None else f" and {target.with_suffix('.png')}"), file=sys.stderr)
     missed = [result for result in report.results if result.holds is False]
     for result in missed:
         print(f"MISSED {result}", file=sys.stderr)

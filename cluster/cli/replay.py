@@ -33,6 +33,8 @@ def run_replay(path: Path | None, request_id: str | None, environment: Environme
     for file in files:
         try:
             reports.append(replay_file(file, request_id=request_id, tell=tell))
+        except BrokenPipeError:
+            raise  # the reader of this command's output has left; the file is all right
         except (JournalError, OSError) as error:
             fail(f"{file}: {error}", FAILED)
     if as_json:
@@ -58,14 +60,18 @@ def _find(path: Path | None, environment: Environment) -> list[Path]:
 
 def _only_journal(environment: Environment) -> Path:
     """That of the only cluster that was started here, or else the only one in the cache."""
-    names = [record.name for record in ClusterRecords(environment.clusters_dir).all()]
-    if not names:
-        names = [folder.name for folder in sorted(environment.journals_dir.glob("*"))]
-    if not names:
-        fail(f"there is no journal in {environment.journals_dir}; name one", NOT_FOUND)
-    if len(names) > 1:
-        fail(f"there are several journals in {environment.journals_dir} ({', '.join(names)}); name one", INVALID)
-    return environment.journals_dir / names[0]
+    records = ClusterRecords(environment.clusters_dir).all()
+    if len(records) == 1:
+        if not records[0].journal_dir:
+            fail(f"cluster {records[0].name} keeps no journal; name one: baton replay PATH", NOT_FOUND)
+        return Path(records[0].journal_dir)
+    found = [Path(record.journal_dir) for record in records if record.journal_dir]
+    found = found or sorted(environment.journals_dir.glob("*"))
+    if not found:
+        fail(f"there is no journal in {environment.journals_dir}; name one: baton replay PATH", NOT_FOUND)
+    if len(found) > 1:
+        fail(f"there are several journals, name one: baton replay PATH, with {', '.join(map(str, found))}", INVALID)
+    return found[0]
 
 
 def _clock(wall_ns: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -120,11 +121,15 @@ class RequestFailed(CommandError):
     def __init__(self, failure: Failure, answer: Answer) -> None:
         self.answer = answer
         self._outcome = failure.outcome
-        super().__init__(failure.message, failure.exit_code)
+        self._reason = failure.message
+        was_taken = failure.outcome not in (None, Outcome.REJECTED_INVALID)
+        super().__init__(
+            f"{failure.message} (request {answer.request_id})" if was_taken else failure.message, failure.exit_code
+        )
 
     def as_json(self) -> dict[str, Any]:
         """As of an answer, and with the error."""
-        return self.answer.as_json(self._outcome) | super().as_json()
+        return self.answer.as_json(self._outcome) | {"error": self._reason}
 
 
 class Client:
@@ -154,7 +159,10 @@ class Client:
             message = f"no cluster answers at {target.address}: {error.strerror or str(error)}"
             if target.cluster is not None:
                 name = target.cluster
-                message += f"; cluster {name} may have crashed, in which case `baton down {name}` clears it away"
+                message += (
+                    f"; a front that died is started again within seconds, so try again; if cluster {name} has "
+                    f"crashed, `baton down {name}` clears it away"
+                )
             raise CommandError(message, NOT_FOUND) from error
 
     def generate(
@@ -169,7 +177,9 @@ class Client:
 
         Raises RequestFailed, and KeyboardInterrupt after having cancelled the request.
         """
-        answer = Answer()
+        if not request.request_id:
+            request.request_id = uuid.uuid4().hex  # known from the start, whatever comes of it
+        answer = Answer(request_id=request.request_id)
         if timeout_s is not None:
             request.timeout_ms = math.ceil(timeout_s * 1e3)
         deadline_s = None if timeout_s is None else timeout_s + LAST_MESSAGE_S

@@ -27,6 +27,7 @@ class ClusterRecord:
     ray_temp_dir: Ray's folder if it was.
     address: of the first front, empty until it serves. coordinator_address: likewise.
     config_path: the cluster file as the user named it.
+    journal_dir: where the coordinator's journal is, on its machine; empty for nowhere.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ClusterRecord:
     address: str = ""
     coordinator_address: str = ""
     config_path: str = ""
+    journal_dir: str = ""
 
     @property
     def ray_namespace(self) -> str:

@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 SUFFIX: Final = ".journal"
 _BUFFER_BYTES: Final = 256 * 1024
-_PRIVATE: Final = 0o700
+PRIVATE: Final = 0o700
+"""What the directory allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class Journal:
         self._file: BinaryIO | None = None
         self._size_bytes = 0
         try:
-            settings.directory.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+            settings.directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             self._begin_file()
         except OSError as error:
             self._give_up(error)

@@ -22,8 +22,16 @@ from cluster.core.errors import StartupError, UnreachableError
 from cluster.live.cluster_record import ClusterRecord, ClusterRecords
 from cluster.live.config_file import ClusterFile
 from cluster.live.environment import Environment
-from cluster.live.plan import make_plan
-from cluster.live.preflight import ModelFacts, check_cores, check_memory, check_model, check_ports, check_transport
+from cluster.live.plan import journal_dir_of, make_plan
+from cluster.live.preflight import (
+    ModelFacts,
+    check_cores,
+    check_journal,
+    check_memory,
+    check_model,
+    check_ports,
+    check_transport,
+)
 from cluster.live.ray_head import access_variables, make_temp_dir, remove_temp_dir, start_ray
 from cluster.live.readiness import wait_until_ready
 from cluster.live.run_processes import end_run_processes, find_run_processes, is_alive, own_start_time_s
@@ -50,6 +58,7 @@ def start_cluster(file: ClusterFile, environment: Environment, progress: Progres
         check_transport(file)
         check_memory(file, facts)
         check_ports(file)
+        check_journal(file, journal_dir_of(file.config, environment.journals_dir))
     record = _first_record(file, environment)
     try:
         records.create(record)
@@ -131,6 +140,7 @@ def _first_record(file: ClusterFile, environment: Environment) -> ClusterRecord:
         ray_temp_dir=make_temp_dir() if owned else "",
         ray_address=environment.ray_address or "",
         config_path=file.source,
+        journal_dir=str(journal_dir_of(file.config, environment.journals_dir) or ""),
     )
 
 

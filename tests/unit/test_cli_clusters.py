@@ -289,7 +289,7 @@ def test_a_recorded_cluster_that_does_not_answer_may_have_crashed(tmp_path: Path
     records(tmp_path).create(a_record("mine", "127.0.0.1:1"))
     for found in (baton(*command, home=tmp_path), baton(*command, "-a", "127.0.0.1:1", home=tmp_path)):
         assert found.exit_code == 3 and "no cluster answers at 127.0.0.1:1" in found.stderr
-        assert "cluster mine may have crashed" in found.stderr and "`baton down mine`" in found.stderr
+        assert "if cluster mine has crashed" in found.stderr and "`baton down mine`" in found.stderr
 
 
 @pytest.mark.parametrize("command", ASKING)

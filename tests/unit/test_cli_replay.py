@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from cluster.core.events import FromFront, Tick
 from cluster.core.ids import FrontId, Role
 from cluster.core.messages import FrontHello, Submit
 from cluster.core.state import ClusterState
+from cluster.live.cluster_record import ClusterRecord, ClusterRecords
 from cluster.live.journal import Journal, JournalSettings
 from tests.support.cli_scripted import baton
 
@@ -91,8 +96,39 @@ def test_without_a_journal_it_says_where_it_looked(tmp_path: Path) -> None:
     assert said.exit_code == 3 and "holds no journal" in said.stderr
 
 
+def test_the_only_cluster_says_where_its_journal_is(home: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    write_journal(elsewhere)
+    write_journal(home / "baton" / "journals" / "of-another")
+    records = ClusterRecords(home / "baton" / "clusters")
+    record = ClusterRecord(
+        name="c",
+        run_id="r",
+        phase="serving",
+        launcher_pid=1,
+        launcher_started_s=0.0,
+        ray_owned=True,
+        journal_dir=str(elsewhere),
+    )
+    records.create(record)
+    assert baton("replay", "--request", "two", home=home).exit_code == 0
+    records.update(replace(record, journal_dir=""))
+    said = baton("replay", home=home)
+    assert said.exit_code == 3 and "cluster c keeps no journal" in said.stderr
+
+
+def test_a_reader_that_leaves_is_no_fault_of_the_journal(home: Path) -> None:
+    command = f"{sys.executable} -m cluster.cli replay --request two | head -n 1; exit ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(home), "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert "Broken pipe" not in done.stderr and done.stdout.count("\n") == 1
+    assert done.returncode in (0, 141), done.stderr
+
+
 def test_with_several_journals_it_asks_which(home: Path) -> None:
     write_journal(home / "baton" / "journals" / "other")
     said = baton("replay", home=home)
-    assert said.exit_code == 2 and "(c, other); name one" in said.stderr
+    assert (
+        said.exit_code == 2 and "name one: baton replay PATH, with " in said.stderr and "journals/other" in said.stderr
+    )
     assert baton("replay", str(home / "baton" / "journals" / "other"), home=home).exit_code == 0

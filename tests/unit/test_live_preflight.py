@@ -14,12 +14,13 @@ from tokenizers.models import BPE
 from cluster.core.errors import ConfigError
 from cluster.live import preflight
 from cluster.live.config_file import ClusterFile, parse_cluster_text
-from cluster.live.plan import make_plan
+from cluster.live.plan import journal_dir_of, make_plan
 from cluster.live.preflight import (
     CONTROL_PLANE_BYTES,
     WORKER_BYTES,
     ModelFacts,
     check_cores,
+    check_journal,
     check_memory,
     check_model,
     check_ports,
@@ -326,3 +327,13 @@ def test_a_gpus_pool_takes_no_memory_of_the_machine_and_a_gpu_for_each_worker(fo
     (_, on_gpu_bytes), (_, on_host_bytes) = memory_need(read(folder, GPU_FILE).config, facts).pools
     assert on_host_bytes - on_gpu_bytes == 128 * facts.block_bytes
     assert [worker.num_gpus for worker in make_plan(read(folder, GPU_FILE), facts).workers] == [1, 1, 0]
+
+
+def test_a_journal_directory_that_cannot_be_used_is_refused(folder: Path) -> None:
+    (folder / "a-file").write_text("")
+    file = read(folder, FILE + f"journal: {{directory: {folder}/a-file/journal}}\n")
+    with pytest.raises(ConfigError, match=r"journal.directory: found .*a-file/journal \(Not a directory\)"):
+        check_journal(file, journal_dir_of(file.config, None))
+    check_journal(file, None)
+    check_journal(file, folder / "made")
+    assert (folder / "made").is_dir()
