@@ -7,7 +7,6 @@ fenced.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import secrets
@@ -98,7 +97,7 @@ class Engine:
         self._fencing: dict[PeerId, None] = {}
         self._fenced: Recent[PeerId, None] = Recent(MAX_FENCED_LIVES)
         self._staging = Staging()
-        self._worker = Worker(loopback_only=ipaddress.ip_address(host).is_loopback)
+        self._worker = Worker()
         self._mailroom = Mailroom(self._worker)
         self.address = Address(host=host, port=self._worker.port, token=secrets.token_hex(16))
         self._handshakes = Handshakes(me, self._worker, self._mailroom, self.address, memory.size, self)

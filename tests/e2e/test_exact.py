@@ -13,7 +13,7 @@ from tests.e2e.conftest import DECODE, PREFILL, assert_nothing_left, run
 from tests.support.soak import FULL_ALONE_EVERY
 
 MAX_TOKENS = 64
-SHORT_ALONE = 12
+SHORT_ALONE = 6
 SEEDED = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.1, "max_tokens": 32}
 
 

@@ -82,7 +82,10 @@ def test_on_a_terminal_the_complaint_gets_a_line_of_its_own(tmp_path: Path) -> N
                 check=False,
             )
         assert done.returncode == 1
-        assert os.read(terminal, 4096).decode().splitlines() == ["Hel", "baton: worker lost: attempts used up"]
+        assert os.read(terminal, 4096).decode().splitlines() == [
+            "Hel",
+            "baton: worker lost: attempts used up (request r)",
+        ]
     finally:
         os.close(terminal)
         os.close(process_end)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-NUM_HISTORIES = int(os.environ.get("BATON_SIM_HISTORIES", "2004"))
+NUM_HISTORIES = int(os.environ.get("BATON_SIM_HISTORIES", "1500"))
 NUM_BATCHES = 12
 
 

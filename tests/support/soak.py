@@ -16,7 +16,7 @@ NUM_KILLED_PUSHES = int(os.environ.get("BATON_KILLED_PUSHES", "4"))
 """Pushes over shared memory in whose middle a process is killed or stopped, of each kind."""
 NUM_KILLED_REMOTE_PUSHES = int(os.environ.get("BATON_KILLED_REMOTE_PUSHES", "0"))
 """The same over the transports between hosts, which take longer: `make test-wires` asks for some."""
-FULL_ALONE_EVERY = int(os.environ.get("BATON_FULL_ALONE_EVERY", "5"))
+FULL_ALONE_EVERY = int(os.environ.get("BATON_FULL_ALONE_EVERY", "8"))
 """Every so-manyth reference prompt that is answered alone in a cluster is answered to its end."""
 
 MAX_BATCH = 250
