@@ -49,6 +49,8 @@ SETTINGS = {1: "one core", 2: "two cores"}
 def main() -> None:
     args = _arguments().parse_args()
     effort = QUICK if args.quick else FULL
+    if args.logs is not None:
+        args.logs.mkdir(parents=True, exist_ok=True)
     environment = read_environment(os.environ)
     vllm_dir = args.vllm or environment.cache_dir / "peers" / "vllm"
     ensure_vllm(vllm_dir)
