@@ -15,7 +15,7 @@ from cluster.live.local_processes import ClusterHandle
 from tests.e2e.conftest import DECODE, PREFILL, assert_nothing_left, run
 
 SEED = 20
-RUN_S = 30.0
+RUN_S = 45.0
 CALM_S = 3.0
 """Between two faults."""
 NUM_CLIENTS = 6
