@@ -14,10 +14,7 @@ from cluster.agent import effects as out
 from cluster.agent.legs import attempt_of
 from cluster.core.ids import WorkerId
 from cluster.core.limits import NS_PER_MS
-from cluster.core.messages import (
-    Block,
-    RankEndpoint,
-)
+from cluster.core.messages import Block, RankEndpoint
 from cluster.core.reports import LeaseInfo
 from engine.core.block_pool import BlockPool
 from kv_transfer.protocol.lease import LeaseView, Recent

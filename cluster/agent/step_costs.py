@@ -17,8 +17,6 @@ FIT_WEIGHT = 1 / 256
 """Of the newest step in the fit of a decode step's duration to the context it reads: machines do not change quickly."""
 MIN_SPREAD = 0.1
 """Contexts that differ by a smaller part of their mean say little of what a token of context costs."""
-
-
 MAX_OUTLIER = 2
 """A step counts in the fit as at most so many times the median: something else had the machine."""
 

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.core.handlers.ending import (
-    current_attempt,
-    enqueue,
-    fail_attempt,
-    fail_request,
-    forget_request,
-)
+from cluster.core.handlers.ending import current_attempt, enqueue, fail_attempt, fail_request, forget_request
 from cluster.core.handlers.rebuilding import on_announced, on_earlier_life, refuse_duplicate
 from cluster.core.ids import FrontId, Outcome, Role
 from cluster.core.limits import MAX_LIVE_REQUESTS, NS_PER_MS
