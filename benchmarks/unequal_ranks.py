@@ -213,7 +213,7 @@ class Case:
                 message = replace(effect.message, num_pieces=pair.num_pieces())
                 pairs = list(zip(effect.source_blocks, (block.block_id for block in message.blocks), strict=True))
                 copies, num_sums = pair.copies(summed_first(pairs, message.summed)), message.num_checksums
-                handle = self.transport.write(effect.peer, copies, encode(message), checksum=True, num_summed=num_sums)
+                handle = self.transport.write(effect.peer, copies, encode(message), num_sums=num_sums)
                 self.writes[handle] = effect.write_id
             elif isinstance(effect, SourceReleased) and effect.committed:
                 self.is_released = True

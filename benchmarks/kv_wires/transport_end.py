@@ -92,7 +92,7 @@ class TransportEnd:
         while not is_done:
             while num_posted < len(writes) and num_posted - num_completed < LIMITS.max_inflight_writes:
                 copies, num_summed = writes[num_posted], num_sums[num_posted]
-                self._transport.write(self._peer, copies, b"chunk", checksum=True, num_summed=num_summed)
+                self._transport.write(self._peer, copies, b"chunk", num_sums=num_summed)
                 num_posted += 1
             for event in self._next_events():
                 num_completed += isinstance(event, WriteCompleted)

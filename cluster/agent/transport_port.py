@@ -71,9 +71,9 @@ class TransportPort:
         message = effect.message
         pairs = list(zip(effect.source_blocks, (block.block_id for block in message.blocks), strict=True))
         copies = plan_write(pairs, self._layout, message.layers, message.summed)
-        num_summed = len(message.summed)
+        num_sums = len(message.summed)
         try:
-            handle = self._transport.write(effect.peer, copies, encode(message), checksum=True, num_summed=num_summed)
+            handle = self._transport.write(effect.peer, copies, encode(message), num_sums=num_sums)
         except (TransportError, ValueError) as error:  # the second for a grant of blocks that the peer does not have
             self._post(ev.WriteBroken(write_id=effect.write_id, quiesced=True, reason=str(error)))
             return

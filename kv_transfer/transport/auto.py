@@ -134,8 +134,7 @@ class AutoTransport:
         copies: Sequence[Copy],
         notify: bytes,
         *,
-        checksum: bool = False,
-        num_summed: int | None = None,
+        num_sums: int = 0,
     ) -> int:
         """See Transport. Raises: UnknownPeerError, and ValueError as the peer's backend does."""
         known = self._peers.get(peer)
@@ -143,7 +142,7 @@ class AutoTransport:
         if name is None:
             raise UnknownPeerError(f"not connected to {peer.name} (incarnation {peer.incarnation})")
         backend, message = self._backends[name], PAYLOAD + notify
-        return self._outer(name, backend.write(peer, copies, message, checksum=checksum, num_summed=num_summed))
+        return self._outer(name, backend.write(peer, copies, message, num_sums=num_sums))
 
     def cancel(self, handle: int) -> None:
         inner, place = divmod(handle, len(self._names))

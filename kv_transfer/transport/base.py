@@ -81,15 +81,10 @@ class Fenced:
 TransportEvent = Connected | ConnectFailed | WriteCompleted | WriteFailed | Notified | PeerGone | Fenced
 
 
-def count_sums(copies: Sequence[Copy], *, checksum: bool, num_summed: int | None) -> int:
-    """How many checksums `Transport.write` is asked for. Raises: ValueError where there are not so many copies."""
-    if not checksum:
-        return 0
-    if num_summed is None:
-        return len(copies)
-    if not 0 <= num_summed <= len(copies):
-        raise ValueError(f"num_summed: {num_summed} of {len(copies)} copies")
-    return num_summed
+def check_num_sums(copies: Sequence[Copy], num_sums: int) -> None:
+    """Raises: ValueError where `Transport.write` is asked for more checksums than there are copies."""
+    if not 0 <= num_sums <= len(copies):
+        raise ValueError(f"num_sums: {num_sums} of {len(copies)} copies")
 
 
 class Transport(Protocol):
@@ -109,15 +104,13 @@ class Transport(Protocol):
         copies: Sequence[Copy],
         notify: bytes,
         *,
-        checksum: bool = False,
-        num_summed: int | None = None,
+        num_sums: int = 0,
     ) -> int:
         """Posts one write and returns its handle; WriteCompleted or WriteFailed follows.
 
-        With `checksum`, the source bytes of the first `num_summed` copies (None: of all) are summed (64 bit,
-        `kv_transfer.checksum`) in the same pass and the sums are appended to `notify` as little-endian u64, one a copy,
-        in order. What is not summed costs no more than without `checksum`. An empty `copies` sends the notification
-        alone.
+        The source bytes of the first `num_sums` copies are summed (64 bit, `kv_transfer.checksum`) in the same pass,
+        and the sums are appended to `notify` as little-endian u64, one a copy, in order. What is not summed costs
+        nothing for it. An empty `copies` sends the notification alone.
 
         Raises: UnknownPeerError if not connected to that life; ValueError for more sums than copies.
         """

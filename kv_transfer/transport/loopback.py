@@ -27,7 +27,7 @@ from kv_transfer.transport.base import (
     UnknownPeerError,
     WriteCompleted,
     WriteFailed,
-    count_sums,
+    check_num_sums,
 )
 
 
@@ -390,8 +390,7 @@ class LoopbackTransport:
         copies: Sequence[Copy],
         notify: bytes,
         *,
-        checksum: bool = False,
-        num_summed: int | None = None,
+        num_sums: int = 0,
     ) -> int:
         """See Transport. Raises: UnknownPeerError, and ValueError for a range outside of either region."""
         reachable = self._hub.can_write(self.me, peer) if copies else self._hub.is_connected(self.me, peer)
@@ -400,8 +399,9 @@ class LoopbackTransport:
         for copy in copies:
             self._check_range("source", copy, copy.source_bytes, len(self.memory))
             self._check_range("target", copy, copy.target_bytes, self._hub.region_size_bytes(peer))
+        check_num_sums(copies, num_sums)
         handle = self._hub.next_handle()
-        sums = [0] * count_sums(copies, checksum=checksum, num_summed=num_summed)
+        sums = [0] * num_sums
         write = _Write(
             handle=handle,
             source=self.me,

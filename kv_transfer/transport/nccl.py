@@ -11,7 +11,7 @@ notifications alone. All of it runs in one thread (`nccl_node`), and what touche
   and their streams are empty. The pool is never registered with NCCL, so only our own GPU's kernels write into it.
 * A connection that fails is given up by both ends. The next `connect` makes a new communicator, with a new name.
 * Checksums are for pools that the processor can read. A pool in a GPU's memory has no kernel yet that sums it, so
-  `write(checksum=True)` raises ChecksumUnavailableError rather than copy every block to the host twice. Damage on the
+  `write` with `num_sums` raises ChecksumUnavailableError rather than copy every block to the host twice. Damage on the
   way is left to what NVLink and InfiniBand check themselves.
 """
 
@@ -35,7 +35,7 @@ from kv_transfer.transport.base import (
     TransportEvent,
     UnknownPeerError,
     WriteCompleted,
-    count_sums,
+    check_num_sums,
 )
 from kv_transfer.transport.nccl_library import NcclLibrary
 from kv_transfer.transport.nccl_limits import SECOND_NS, NcclLimits
@@ -96,14 +96,13 @@ class NcclTransport:
         copies: Sequence[Copy],
         notify: bytes,
         *,
-        checksum: bool = False,
-        num_summed: int | None = None,
+        num_sums: int = 0,
     ) -> int:
         """See Transport. Raises: UnknownPeerError; ChecksumUnavailableError; ValueError for a range outside of either
         pool or a notification of more than MAX_NOTIFY_BYTES."""
         if peer not in self._writable and (copies or peer not in self._readable):
             raise UnknownPeerError(f"not connected to {peer.name} (incarnation {peer.incarnation})")
-        num_sums = count_sums(copies, checksum=checksum, num_summed=num_summed)
+        check_num_sums(copies, num_sums)
         if num_sums and self._library.host_memory is None:
             raise ChecksumUnavailableError("checksums: the nccl transport cannot sum a pool in a GPU's memory")
         if len(notify) + 8 * num_sums > MAX_NOTIFY_BYTES:

@@ -51,7 +51,7 @@ from kv_transfer.transport.base import (
     UnknownPeerError,
     WriteCompleted,
     WriteFailed,
-    count_sums,
+    check_num_sums,
 )
 from kv_transfer.transport.doorway import Doorway
 from kv_transfer.transport.nixl_agent import LOOPBACK, check_environment, load_library
@@ -159,15 +159,14 @@ class NixlTransport:
         copies: Sequence[Copy],
         notify: bytes,
         *,
-        checksum: bool = False,
-        num_summed: int | None = None,
+        num_sums: int = 0,
     ) -> int:
         """See Transport. Raises: UnknownPeerError, and ValueError for a range outside of either pool or a
         notification of more than MAX_NOTIFY_BYTES."""
         desk = self._outbound.get(peer) if copies else self._outbound.get(peer) or self._inbound.get(peer)
         if desk is None:
             raise UnknownPeerError(f"not connected to {peer.name} (incarnation {peer.incarnation})")
-        num_sums = count_sums(copies, checksum=checksum, num_summed=num_summed)
+        check_num_sums(copies, num_sums)
         if len(notify) + 8 * num_sums > MAX_NOTIFY_BYTES:
             raise ValueError(f"notify: {len(notify)} bytes with checksums exceed {MAX_NOTIFY_BYTES}")
         for copy in copies:

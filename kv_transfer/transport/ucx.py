@@ -29,7 +29,7 @@ from kv_transfer.transport.base import (
     UnknownPeerError,
     WriteCompleted,
     WriteFailed,
-    count_sums,
+    check_num_sums,
 )
 from kv_transfer.transport.shm_pool import PoolMemory
 from kv_transfer.transport.ucx_engine import Dropped, Engine, EngineEvent, Reachable
@@ -98,15 +98,14 @@ class UcxTransport:
         copies: Sequence[Copy],
         notify: bytes,
         *,
-        checksum: bool = False,
-        num_summed: int | None = None,
+        num_sums: int = 0,
     ) -> int:
         """See Transport. Raises: UnknownPeerError (also where MAX_UNENDED_WRITES are reached), and ValueError for a
         range outside of either pool, too many or empty copies, or a notification of more than MAX_NOTIFY_BYTES."""
         pool_size_bytes = self._writable.get(peer)
         if pool_size_bytes is None and (copies or peer not in self._writers):
             raise UnknownPeerError(f"not connected to {peer.name} (incarnation {peer.incarnation})")
-        num_sums = count_sums(copies, checksum=checksum, num_summed=num_summed)
+        check_num_sums(copies, num_sums)
         if len(notify) + 8 * num_sums > MAX_NOTIFY_BYTES:
             raise ValueError(f"notify: {len(notify)} bytes with checksums exceed {MAX_NOTIFY_BYTES}")
         if pool_size_bytes is not None:

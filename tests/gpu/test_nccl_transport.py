@@ -273,7 +273,7 @@ def test_killed_receiver_fails_the_writes_in_flight(writer: Child, receiver: Chi
 
 def test_checksums_are_refused(writer: Child, receiver: Child) -> None:
     connect(writer, receiver)
-    refused = writer.call("write", DECODE, [Copy(0, 0, BLOCK)], b"", checksum=True)
+    refused = writer.call("write", DECODE, [Copy(0, 0, BLOCK)], b"", num_sums=1)
     assert isinstance(refused, ChecksumUnavailableError)
 
 

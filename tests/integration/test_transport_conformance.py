@@ -190,7 +190,7 @@ def test_sums_are_appended_one_a_copy(pair: tuple[Life, Life]) -> None:
     writer, target = pair
     # The first two are neighbours on both sides: a backend may move them as one, but sums each of them.
     copies = [Copy(0, 0, BLOCK_BYTES), Copy(BLOCK_BYTES, BLOCK_BYTES, BLOCK_BYTES), Copy(9, 3 * BLOCK_BYTES, 1001)]
-    writer.call("write", target.me, copies, b"sums", checksum=True)
+    writer.call("write", target.me, copies, b"sums", num_sums=len(copies))
     source = content(1)
     sums = [checksum(source[copy.source_bytes : copy.source_bytes + copy.size_bytes]) for copy in copies]
     expected = b"sums" + b"".join(value.to_bytes(8, "little") for value in sums)
@@ -202,9 +202,9 @@ def test_only_so_many_copies_are_summed_as_are_asked_for(pair: tuple[Life, Life]
     writer, target = pair
     copies = [Copy(block * BLOCK_BYTES, (3 - block) * BLOCK_BYTES, BLOCK_BYTES) for block in range(3)]
     source = content(1)
-    for num_summed in range(4):
-        writer.call("write", target.me, copies, b"sums", checksum=True, num_summed=num_summed)
-        sums = [checksum(source[copy.source_bytes :][:BLOCK_BYTES]) for copy in copies[:num_summed]]
+    for num_sums in range(4):
+        writer.call("write", target.me, copies, b"sums", num_sums=num_sums)
+        sums = [checksum(source[copy.source_bytes :][:BLOCK_BYTES]) for copy in copies[:num_sums]]
         expected = b"sums" + b"".join(value.to_bytes(8, "little") for value in sums)
         assert target.wait_for(Notified) == Notified(peer=PREFILL, payload=expected)
         for copy in copies:
@@ -213,7 +213,7 @@ def test_only_so_many_copies_are_summed_as_are_asked_for(pair: tuple[Life, Life]
 
 def test_a_notification_may_come_alone_and_be_answered(pair: tuple[Life, Life]) -> None:
     writer, target = pair
-    handle = writer.call("write", target.me, [], b"", checksum=True)
+    handle = writer.call("write", target.me, [], b"")
     assert writer.wait_for(WriteCompleted, WriteFailed) == WriteCompleted(handle=handle)
     assert target.wait_for(Notified) == Notified(peer=PREFILL, payload=b"")
     handle = target.call("write", writer.me, [], b"committed")

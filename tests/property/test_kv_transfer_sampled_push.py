@@ -153,7 +153,7 @@ class Push:
         self.chunks.append((rank, message))
         pairs = list(zip(effect.source_blocks, (block.block_id for block in message.blocks), strict=True))
         copies, num_sums = pair.copies(summed_first(pairs, message.summed), message.layers), message.num_checksums
-        handle = self.near.write(effect.peer, copies, encode(message), checksum=True, num_summed=num_sums)
+        handle = self.near.write(effect.peer, copies, encode(message), num_sums=num_sums)
         self.writes[handle] = effect.write_id
 
     def damage(self, rank: int, message: PushChunk) -> None:

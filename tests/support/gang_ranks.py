@@ -154,7 +154,7 @@ class SendingMember(Member):
         copies = pair.copies(zip(effect.source_blocks, targets, strict=True), layers)
         message = replace(effect.message, num_pieces=pair.num_pieces(layers))
         try:
-            handle = self.transport.write(effect.peer, copies, encode(message), checksum=True)
+            handle = self.transport.write(effect.peer, copies, encode(message), num_sums=len(copies))
         except UnknownPeerError:
             # The connection broke and its PeerGone is on its way.
             self.world.later(0, lambda: self.refuse_write(effect.write_id))

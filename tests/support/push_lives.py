@@ -213,7 +213,7 @@ class Prefill:
         pairs = list(zip(effect.source_blocks, [b.block_id for b in effect.message.blocks], strict=True))
         try:
             copies = plan_block_copies(pairs, LAYOUT, effect.message.layers)
-            handle = self.transport.write(effect.peer, copies, encode(effect.message), checksum=True)
+            handle = self.transport.write(effect.peer, copies, encode(effect.message), num_sums=len(copies))
         except UnknownPeerError:
             # The connection broke and its PeerGone is on its way.
             self.world.later(0, lambda: self.write_refused(effect.write_id), self.me)

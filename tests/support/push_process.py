@@ -113,10 +113,9 @@ class _WatchedTransport:
         copies: Sequence[Copy],
         notify: bytes,
         *,
-        checksum: bool = False,
-        num_summed: int | None = None,
+        num_sums: int = 0,
     ) -> int:
-        handle = self._transport.write(peer, copies, notify, checksum=checksum, num_summed=num_summed)
+        handle = self._transport.write(peer, copies, notify, num_sums=num_sums)
         if copies:
             self._on_write(peer)
         return handle

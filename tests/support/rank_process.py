@@ -223,7 +223,7 @@ class RankProcess:
         pairs = list(zip(effect.source_blocks, (block.block_id for block in message.blocks), strict=True))
         copies, num_sums = pair.copies(summed_first(pairs, message.summed), message.layers), message.num_checksums
         try:
-            handle = self.transport.write(effect.peer, copies, encode(message), checksum=True, num_summed=num_sums)
+            handle = self.transport.write(effect.peer, copies, encode(message), num_sums=num_sums)
         except UnknownPeerError as error:
             assert isinstance(self.machine, GangSender)
             now_ns = time.monotonic_ns()

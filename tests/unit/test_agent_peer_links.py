@@ -72,8 +72,7 @@ class SmallPool(FakeTransport):
         copies: Sequence[Copy],
         notify: bytes,
         *,
-        checksum: bool = False,
-        num_summed: int | None = None,
+        num_sums: int = 0,
     ) -> int:
         raise ValueError(f"copies: {copies[0]} is outside of the target pool")
 

@@ -155,7 +155,7 @@ def test_preferred_backend_is_chosen_after_its_self_test(net: Net) -> None:
 def test_writes_and_answers_go_through(net: Net) -> None:
     writer, target = connected_pair(net)
     writer.memory[:4] = b"KVKV"
-    handle = writer.transport.write(DECODE, [Copy(0, 8, 4)], b"chunk", checksum=True)
+    handle = writer.transport.write(DECODE, [Copy(0, 8, 4)], b"chunk", num_sums=1)
     answer = target.transport.write(PREFILL, [], b"")
     with pytest.raises(UnknownPeerError):
         target.transport.write(PREFILL, [Copy(0, 0, 4)], b"")

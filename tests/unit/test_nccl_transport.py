@@ -817,7 +817,7 @@ def test_transport_over_its_thread(threaded: tuple[Threaded, Threaded]) -> None:
     writer, receiver = threaded
     transport: Transport = writer.transport
     copies = [Copy(0, BLOCK, BLOCK), Copy(5 * BLOCK, 0, BLOCK)]
-    handle = transport.write(DECODE, copies, b"chunk", checksum=True)
+    handle = transport.write(DECODE, copies, b"chunk", num_sums=len(copies))
     notified = receiver.wait_for(Notified)
     assert notified.payload[:5] == b"chunk" and len(notified.payload) == 21
     assert np.array_equal(receiver.memory[BLOCK : 2 * BLOCK], writer.memory[:BLOCK])
@@ -825,7 +825,7 @@ def test_transport_over_its_thread(threaded: tuple[Threaded, Threaded]) -> None:
     answer = receiver.transport.write(PREFILL, [], b"committed")
     assert receiver.wait_for(WriteCompleted) == WriteCompleted(handle=answer)
     assert writer.wait_for(Notified) == Notified(peer=DECODE, payload=b"committed")
-    transport.write(DECODE, [Copy(0, 0, 0)], b"empty", checksum=True)
+    transport.write(DECODE, [Copy(0, 0, 0)], b"empty", num_sums=1)
     assert receiver.wait_for(Notified).payload == b"empty" + checksum(b"").to_bytes(8, "little")
 
 
@@ -837,7 +837,7 @@ def test_wrong_arguments_raise_at_once(threaded: tuple[Threaded, Threaded]) -> N
     with pytest.raises(ValueError, match="notify"):
         writer.transport.write(DECODE, [], bytes(MAX_NOTIFY_BYTES + 1))
     with pytest.raises(ValueError, match="notify"):
-        writer.transport.write(DECODE, [Copy(0, 0, 8)], bytes(MAX_NOTIFY_BYTES), checksum=True)
+        writer.transport.write(DECODE, [Copy(0, 0, 8)], bytes(MAX_NOTIFY_BYTES), num_sums=1)
     with pytest.raises(UnknownPeerError):
         writer.transport.write(PeerId("decode-0", 2), [], b"")
     with pytest.raises(UnknownPeerError):
@@ -850,7 +850,7 @@ def test_checksums_of_a_pool_that_only_a_gpu_reads_are_refused(threaded: tuple[T
     writer, receiver = threaded
     writer.library.host_memory = None
     with pytest.raises(ChecksumUnavailableError, match="GPU"):
-        writer.transport.write(DECODE, [Copy(0, 0, 8)], b"", checksum=True)
+        writer.transport.write(DECODE, [Copy(0, 0, 8)], b"", num_sums=1)
     writer.transport.write(DECODE, [Copy(0, 0, 8)], b"unsummed")
     assert receiver.wait_for(Notified).payload == b"unsummed"
 

@@ -104,7 +104,7 @@ def test_blocks_are_written_and_summed(wire: str, here: Life, start_child: Start
     connect_child(here, child)
     adjacent = [Copy(4 * BLOCK, 9 * BLOCK, BLOCK), Copy(5 * BLOCK, 10 * BLOCK, BLOCK), Copy(6 * BLOCK, 11 * BLOCK, 8)]
     copies = [Copy(3 * BLOCK, 7 * BLOCK, BLOCK), Copy(0, 2 * BLOCK, BLOCK), Copy(100, BLOCK + 8, 1001), *adjacent]
-    handle = child.call("write", here.me, copies, b"chunk", checksum=True)
+    handle = child.call("write", here.me, copies, b"chunk", num_sums=len(copies))
     payload = payload_of(here.wait_for(Notified))
     source = pool_bytes(1, POOL)
     pieces = [source[c.source_bytes : c.source_bytes + c.size_bytes] for c in copies]
@@ -155,7 +155,7 @@ def test_two_lives_write_to_each_other(here: Life, writer: Life) -> None:
 def test_a_large_write_is_cut_into_transfers(here: Life, writer: Life, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_write, "MAX_TRANSFER_BYTES", BLOCK + 1000)
     link(writer, here)
-    handle = writer.transport.write(DECODE, [Copy(0, 0, POOL)], b"", checksum=True)
+    handle = writer.transport.write(DECODE, [Copy(0, 0, POOL)], b"", num_sums=1)
     assert writer.wait_for_write(handle) == WriteCompleted(handle=handle)
     source = writer.bytes_at(0, POOL)
     assert payload_of(here.wait_for(Notified)) == checksum(source).to_bytes(8, "little")

@@ -269,7 +269,7 @@ def test_scattered_and_adjacent_copies_arrive_bit_equal(here: Here, start_child:
         Copy(100, BLOCK + 8, 1000),
         Copy(7, 12 * BLOCK + 1, 1),
     ]
-    handle = child.call("write", here.me, copies, b"chunk", checksum=True)
+    handle = child.call("write", here.me, copies, b"chunk", num_sums=len(copies))
     source = expected_pool(1)
     assert here.wait_for(Notified) == Notified(peer=PREFILL, payload=b"chunk" + sums_of(source, copies))
     expected = bytearray(POOL)
@@ -290,7 +290,7 @@ def test_long_and_many_small_ranges(here: Here, start_child: Callable[..., Child
     sizes = [1, 100, 4095, 4096, 8192, 16_484]  # on both sides of what UCX moves in one packet
     copies = [Copy(number * 20_000, (number * 7 % 250) * 20_000, sizes[number % len(sizes)]) for number in range(250)]
     here.pool.mapping[:] = bytes(POOL)
-    child.call("write", here.me, copies, b"small", checksum=True)
+    child.call("write", here.me, copies, b"small", num_sums=len(copies))
     assert here.wait_for(Notified).payload == b"small" + sums_of(source, copies)
     for copy in copies:
         data = source[copy.source_bytes : copy.source_bytes + copy.size_bytes]
