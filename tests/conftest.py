@@ -9,11 +9,17 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from hypothesis import settings
 
 MARK = "BATON_TEST_RUN"
 """Set for this run alone and inherited by all it starts, at whatever remove."""
 ENDS_WITH_US = "multiprocessing.resource_tracker"
 """A process of Python's own, which `multiprocessing` keeps beside this one."""
+
+# The same examples everywhere, so that what passed here passes there. `make soak-properties` draws others each time.
+settings.register_profile("repeatable", derandomize=True)
+if not os.environ.get("BATON_RANDOM_EXAMPLES"):
+    settings.load_profile("repeatable")
 
 # A shell that starts the tests in the background has Ctrl-C ignored, which all that tests start would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -25,7 +25,8 @@ def why_not_loadable(directory: Path) -> str | None:
     return done.stdout.strip() or None
 
 
-def _check(directory: Path) -> str:
+def fault_of(directory: Path) -> str:
+    """As `why_not_loadable`, but in this process, and empty if nothing is wrong."""
     from cluster.front.tokenizer import TextTokenizer
     from engine.model.config import model_fingerprint
     from engine.model.safetensors_file import ModelWeightsError, check_files
@@ -47,4 +48,4 @@ def _check(directory: Path) -> str:
 
 
 if __name__ == "__main__":
-    print(_check(Path(sys.argv[1])))
+    print(fault_of(Path(sys.argv[1])))

@@ -171,7 +171,8 @@ class FrontRequestMachine(RuleBasedStateMachine):
                     assert choice in self.live and position == len(self.client.token_ids[choice])
                 assert effect.watch.attempt.attempt == self.attempts[-1].number
             case ForgetWorker():
-                assert effect.choice is None or (effect.choice in self.client.finishes and len(self.choices) > 1)
+                is_over = effect.choice in self.client.finishes or effect.choice in self.checking
+                assert effect.choice is None or (is_over and len(self.choices) > 1)
                 assert any(
                     effect.attempt.attempt == attempt.number
                     and effect.worker in (attempt.decode.worker, attempt.prefill and attempt.prefill.worker)

@@ -205,6 +205,15 @@ def test_an_end_found_while_the_request_waits_is_told_when_it_is_placed() -> Non
     assert driver.run(D, 2, 12, choice=0, attempt=2) == []
 
 
+def test_an_end_that_is_still_checked_is_told_where_the_coordinator_placed_anew_unasked() -> None:
+    driver = placed(has_stop_strings=True)
+    driver.run(D, 0, 10, 11, choice=0, finish=LENGTH)
+    effects = driver.place(2)
+    assert watched(effects) == [(name, choice, 0) for name in "pd" for choice in (1, 2)]
+    assert forgotten(effects)[-1] == ("d", 0), "its last tokens have come, only their text is still searched"
+    assert ended(driver.handle(events.StopMatched(choice=0, num_tokens=1))) == [(0, STOP)]
+
+
 # ---- log-probabilities of the prompt -----------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from cluster.core.errors import ConfigError
-from cluster.live import preflight
+from cluster.live import model_check, preflight
 from cluster.live.config_file import ClusterFile, parse_cluster_text
 from cluster.live.plan import journal_dir_of, make_plan
 from cluster.live.preflight import (
@@ -71,6 +71,12 @@ TENSORS = {
     for name, shape in tensor_shapes(ModelConfig.from_dict(CONFIG_JSON)).items()
 }
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # layers, K and V, heads, tokens, head_dim, float32
+
+
+@pytest.fixture(autouse=True)
+def checks_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process for each takes seconds to import torch. One test has it."""
+    monkeypatch.setattr(preflight, "why_not_loadable", lambda directory: model_check.fault_of(directory) or None)
 
 
 @pytest.fixture
@@ -164,6 +170,13 @@ def test_a_truncated_file_of_weights_is_refused(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ConfigError, match=r"model\.norm\.weight in .* does not fit: truncated"):
         facts_of(folder)
+
+
+def test_the_model_is_looked_at_in_a_process_of_its_own(folder: Path) -> None:
+    path = folder / "model" / "model.safetensors"
+    assert model_check.why_not_loadable(folder / "model") is None
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "does not fit: truncated" in str(model_check.why_not_loadable(folder / "model"))
 
 
 def test_shards_are_those_of_the_index(folder: Path) -> None:
