@@ -44,7 +44,12 @@ class Trace:
 
 
 def cluster_config(pools: Sequence[dict[str, Any]], *, dtype: str = "bfloat16", **sections: Any) -> ClusterConfig:
-    """A cluster of the demo model with these pools, on free ports; `sections` are further parts of the file."""
+    """A cluster of the demo model with these pools, on free ports; `sections` are further parts of the file.
+
+    Everything is pushed that can be, unless the section `disaggregation` says otherwise: what takes which way should
+    not depend on the day's measurements.
+    """
+    sections.setdefault("disaggregation", {"local_prefill": "never", "stay": "never"})
     model = {"preset": DEMO_MODEL, "dtype": dtype, **sections.pop("model", {})}
     data = {"version": 1, "name": "local", "model": model, "pools": list(pools), "front": {"port": 0}, **sections}
     return parse_cluster_text(yaml.safe_dump(data), "generated.yaml", folder=Path.cwd()).config

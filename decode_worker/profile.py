@@ -1,7 +1,7 @@
 """The decode role: takes KV over and writes answers.
 
-Where no prefill worker is to be had, and after a preemption, it reads prompts as well: in small chunks, because each
-one holds up everybody's next token.
+It reads prompts as well where that is cheaper than a push, where no prefill worker is to be had, and after a
+preemption: in small chunks, because each one holds up everybody's next token.
 """
 
 from __future__ import annotations

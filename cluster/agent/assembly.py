@@ -12,7 +12,7 @@ from cluster.agent.limits import AgentLimits, WorkerStateConfig
 from cluster.agent.pool import TransportPool, open_pool
 from cluster.agent.settings import RoleProfile, WorkerSettings
 from cluster.core.limits import NS_PER_S
-from cluster.core.messages import RankEndpoint, RunLocal, WorkerHello, WorkerLoad, WorkerRef
+from cluster.core.messages import Prefill, RankEndpoint, RunLocal, WorkerHello, WorkerLoad, WorkerRef
 from engine.attention.base import LayerWritten
 from engine.core.scheduler import SchedulerConfig
 from engine.core.step import StepPlan, StepResult
@@ -90,7 +90,7 @@ def load_engine(settings: WorkerSettings, profile: RoleProfile) -> Engine:
     )
     scheduler = _scheduler_config(settings, profile, config)
     takes_pushes = settings.device == "cpu"
-    if not takes_pushes and RunLocal not in profile.accepts:
+    if not takes_pushes and Prefill in profile.accepts:
         raise ValueError(
             f"device: a {settings.role.value} worker pushes KV, and {settings.device} memory is not pushed yet"
         )

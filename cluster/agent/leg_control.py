@@ -16,6 +16,7 @@ from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.outbox import Outbox
 from cluster.agent.peer_links import PeerLinks
 from cluster.agent.pushes import Pushes, PushRefusedError
+from cluster.agent.step_limits import StepLimits
 from cluster.agent.stepper import Stepper
 from cluster.agent.translation import (
     block_grants,
@@ -82,6 +83,7 @@ class LegControl:
         self._links = links
         self._last_chunks = LastChunks(pushes, num_layers=config.num_layers, block_size=self._block_size)
         self._unstarted: dict[SequenceKey, Leg] = {}
+        self._step_limits = StepLimits()
         self._lost_peers: Recent[PeerId | None, None] = Recent(config.push_limits.max_fenced_lives)
         self._messages: list[WorkerMessage] = []
 
@@ -160,9 +162,11 @@ class LegControl:
         self._start(now_ns, leg, SequenceMode.PREFILL_ONLY)
 
     def run_local(self, now_ns: int, command: RunLocal, body: RequestBody) -> None:
-        """Decode without a prefill worker: prompt and answer are computed here."""
+        """Prompt and answer are computed here, without a push."""
         if self._may_start(command.attempt):
             leg = self._add_leg(now_ns, command.attempt, LegKind.LOCAL, Phase.RUNNING, body)
+            if command.step_limit_ms > 0:
+                self._step_limits.add(leg.lead_key, command.step_limit_ms)
             self._start(now_ns, leg, SequenceMode.LOCAL)
 
     def refuse(self, attempt: AttemptId, outcome: Outcome, reason: str) -> None:
@@ -209,6 +213,10 @@ class LegControl:
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
+    def step_limit_ms(self) -> float | None:
+        """How long the next step may take if it writes answers; None for no limit."""
+        return self._step_limits.tightest_ms
+
     def step_started(self, now_ns: int, plan: StepPlan) -> tuple[int, ...]:
         """Returns the numbers of layers after which `layers_written` is wanted."""
         if self._unstarted:
@@ -234,6 +242,8 @@ class LegControl:
         first_tokens: dict[AttemptId, list[EmittedToken]] = {}
         for emitted in outcome.emitted:
             leg = self._leg_of(emitted.key)
+            if leg.first_token_ns is None:
+                self._step_limits.remove(leg.lead_key)
             self._output.emitted(now_ns, leg, emitted)
             if leg.kind is LegKind.PREFILL:
                 first_tokens.setdefault(leg.attempt, []).append(emitted)
@@ -437,6 +447,7 @@ class LegControl:
         if leg.phase is Phase.CLOSING:
             return
         self._unstarted.pop(leg.lead_key, None)
+        self._step_limits.remove(leg.lead_key)
         self._last_chunks.remove(leg)
         pinned, leg.pinned_blocks = leg.pinned_blocks, []
         self._legs.leave(leg, Phase.CLOSING)
@@ -449,6 +460,9 @@ class LegControl:
 
     def check_invariants(self) -> None:
         self._last_chunks.check_invariants()
+        for key in self._step_limits.limited():
+            limited = self._legs.of_sequence(key)
+            assert limited is not None and limited.phase is Phase.RUNNING and limited.first_token_ns is None
         for key, leg in self._unstarted.items():
             assert leg.lead_key == key and self._legs.get(leg.attempt) is leg and leg.phase is Phase.RUNNING
         for leg in self._legs:

@@ -57,7 +57,7 @@ class WorkerState:
         self._config = config
         limits = config.limits
         self._pool = BlockPool(config.num_blocks, max_reserved_blocks=config.max_reserved_blocks)
-        self._stepper = Stepper(Scheduler(config.scheduler, self._pool))
+        self._stepper = Stepper(Scheduler(config.scheduler, self._pool), config.scheduler.block_size)
         self._pushes = Pushes(
             self._pool,
             config.push_limits,
@@ -140,6 +140,8 @@ class WorkerState:
             ),
             prefix_query_tokens=prefix.num_query_tokens,
             prefix_hit_tokens=prefix.num_hit_tokens,
+            chunk_token_ms=costs.chunk_token_ms,
+            reading_ms=costs.reading_ms,
         )
 
     def links(self) -> tuple[LinkReport, ...]:
@@ -183,7 +185,7 @@ class WorkerState:
 
     def _collect(self, now_ns: int) -> list[Effect]:
         effects: list[Effect] = []
-        plan = self._stepper.next_plan()
+        plan = self._stepper.next_plan(self._control.step_limit_ms())
         if plan is not None:
             layer_marks = self._control.step_started(now_ns, plan)
             self._step_due_ns = now_ns + self._config.limits.max_step_ns

@@ -17,6 +17,9 @@ FIT_WEIGHT = 1 / 256
 """Of the newest step in the fit of a decode step's duration to the context it reads: machines do not change quickly."""
 MIN_SPREAD = 0.1
 """Contexts that differ by a smaller part of their mean say little of what a token of context costs."""
+MAX_CHUNK_AGE_STEPS = 4096
+"""What a prompt token adds to a step that writes is unknown again after so many steps without one: what was measured in
+a bad moment must not keep prompts away for good."""
 MAX_OUTLIER = 2
 """A step counts in the fit as at most so many times the median: something else had the machine."""
 
@@ -60,12 +63,17 @@ class StepCosts:
         self._decode_ns: deque[int] = deque(maxlen=NUM_SAMPLES)
         self._decode_context: deque[int] = deque(maxlen=NUM_SAMPLES)
         self._prefill_token_ns: deque[float] = deque(maxlen=NUM_SAMPLES)
+        self._chunk_token_ns: deque[float] = deque(maxlen=NUM_SAMPLES)
+        self._last_chunk_step = 0
+        self._reading_ns = 0
         self._context_cost = ContextCost()
 
     def add(self, plan: StepPlan, duration_ns: int) -> None:
         self.num_steps += 1
         num_decoding = sum(len(sequence.token_ids) == 1 for sequence in plan.sequences)
         num_prefill_tokens = plan.num_tokens - num_decoding
+        if num_prefill_tokens:
+            self._reading_ns += duration_ns
         if num_prefill_tokens == 0:
             self._num_decode_steps += 1
             if self._num_decode_steps > NUM_WARM_UP_STEPS:
@@ -77,11 +85,26 @@ class StepCosts:
             self._num_prefill_steps += 1
             if self._num_prefill_steps > NUM_WARM_UP_STEPS:
                 decode_ns = int(median(self._decode_ns)) if num_decoding and self._decode_ns else 0
-                self._prefill_token_ns.append(max(0, duration_ns - decode_ns) / num_prefill_tokens)
+                token_ns = max(0, duration_ns - decode_ns) / num_prefill_tokens
+                self._prefill_token_ns.append(token_ns)
+                if decode_ns:
+                    self._chunk_token_ns.append(token_ns)
+                    self._last_chunk_step = self.num_steps
 
     @property
     def prefill_token_ms(self) -> float:
         return median(self._prefill_token_ns) / NS_PER_MS if self._prefill_token_ns else 0.0
+
+    @property
+    def chunk_token_ms(self) -> float:
+        """What each prompt token adds to a step that writes answers as well."""
+        is_fresh = self._chunk_token_ns and self.num_steps - self._last_chunk_step <= MAX_CHUNK_AGE_STEPS
+        return median(self._chunk_token_ns) / NS_PER_MS if is_fresh else 0.0
+
+    @property
+    def reading_ms(self) -> int:
+        """What all steps that read prompts have taken."""
+        return self._reading_ns // NS_PER_MS
 
     @property
     def decode_step_ms(self) -> float:

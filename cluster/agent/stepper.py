@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cluster.agent.step_costs import StepCosts
+from cluster.policy.break_even import chunk_within
 from engine.core.outcome import StepOutcome
 from engine.core.scheduler import Scheduler
 from engine.core.step import SequenceKey, StepPlan, StepResult
@@ -11,19 +12,27 @@ from engine.core.step import SequenceKey, StepPlan, StepResult
 class Stepper:
     """The scheduler, its outstanding plan, and the aborted sequences whose blocks that plan still uses."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, block_size: int) -> None:
         self.scheduler = scheduler
+        self._block_size = block_size
         self.costs = StepCosts()
         self.num_failed_in_a_row = 0
         self._plan: StepPlan | None = None
         self._planned: dict[SequenceKey, None] = {}
         self._aborted: dict[SequenceKey, None] = {}
 
-    def next_plan(self) -> StepPlan | None:
-        """The next step to run; None while one is outstanding or nothing can run."""
+    def next_plan(self, limit_ms: float | None = None) -> StepPlan | None:
+        """The next step to run; None while one is outstanding or nothing can run.
+
+        `limit_ms`: if it writes answers, it reads of prompts no more than leaves it that short, or one block.
+        """
         if self._plan is not None:
             return None
-        self._plan = self.scheduler.schedule()
+        max_prefill_tokens = None
+        if limit_ms is not None and self.scheduler.num_decoding:
+            token_ms = self.costs.chunk_token_ms or self.costs.prefill_token_ms
+            max_prefill_tokens = chunk_within(limit_ms, self.costs.decode_step_ms, token_ms, self._block_size)
+        self._plan = self.scheduler.schedule(max_prefill_tokens)
         if self._plan is not None:
             self._planned = dict.fromkeys(sequence.key for sequence in self._plan.sequences)
         return self._plan

@@ -30,7 +30,8 @@ class Leg:
     """One worker's part of an attempt.
 
     Attributes:
-        half: PREFILL reads the prompt and pushes; DECODE takes it over and writes, or does both (local prefill).
+        half: PREFILL reads the prompt and pushes; DECODE takes it over and writes, or does both, on a worker of either
+            role.
         num_blocks, num_sequences: KV blocks it is expected to take, and sequences it runs at once; counted against the
             worker until released.
         num_unread_tokens: prompt tokens it has still to read, as far as is known; 0 once it has.
@@ -62,6 +63,7 @@ class Attempt:
         is_current: its request still counts on it.
         committed: decode has taken the KV over (from the start, for a local one).
         finished_by: the half whose worker drew the request's last token, None before that.
+        read_ns: when the prefill worker said that it had drawn the first token, None before that.
         why: the placement's reason, in words.
     """
 
@@ -74,6 +76,7 @@ class Attempt:
     is_current: bool = True
     committed: bool = False
     finished_by: Role | None = None
+    read_ns: int | None = None
 
     @property
     def legs(self) -> tuple[Leg, ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cluster.core.config_reader import Locate, Section
+from cluster.core.disaggregation import DisaggregationConfig, parse_disaggregation
 from cluster.core.ids import Role
 
 VERSION: Final = 1
@@ -120,14 +121,15 @@ class FrontConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsConfig:
-    """Where workers serve their Prometheus pages.
+    """Where workers and the coordinator serve their Prometheus pages.
 
     `port` is the first worker's; the others take the ones after it, in the order of the file. With 0, each takes any
-    free one.
+    free one. `coordinator_port` is the coordinator's, 0 for any free one.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
+    coordinator_port: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +177,7 @@ class ClusterConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
     journal: JournalConfig = field(default_factory=JournalConfig)
+    disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
 
     def pool(self, name: str) -> PoolConfig | None:
         """The pool of that name, None if there is none."""
@@ -206,6 +209,7 @@ def parse_cluster_config(data: object, source: str, locate: Locate) -> ClusterCo
         metrics=_parse_metrics(root.section("metrics"), sum(pool.replicas for pool in pools)),
         coordinator=_parse_coordinator(root.section("coordinator")),
         journal=_parse_journal(root.section("journal")),
+        disaggregation=parse_disaggregation(root.section("disaggregation")),
     )
     root.finish()
     return config
@@ -353,8 +357,12 @@ def _parse_metrics(section: Section, num_workers: int) -> MetricsConfig:
     metrics = MetricsConfig(
         host=section.text("host", default="127.0.0.1", expected="a host name or address"),
         port=section.integer("port", default=0, minimum=0, maximum=MAX_PORT),
+        coordinator_port=section.integer("coordinator_port", default=0, minimum=0, maximum=MAX_PORT),
     )
     section.finish()
+    if metrics.port and metrics.port <= metrics.coordinator_port < metrics.port + num_workers:
+        expected = f"one outside {metrics.port} to {metrics.port + num_workers - 1}"
+        section.refuse("coordinator_port", f"{metrics.coordinator_port}, which is a worker's", expected)
     if metrics.port + num_workers - 1 > MAX_PORT:
         expected = f"at most {MAX_PORT - num_workers + 1}, to leave a port for each of {num_workers} workers"
         section.refuse("port", str(metrics.port), expected)

@@ -112,6 +112,24 @@ class Section:
     def optional_integer(self, key: str, *, minimum: int, maximum: int) -> int | None:
         return self.integer(key, minimum=minimum, maximum=maximum) if self._note_and_has(key) else None
 
+    def integer_or_choice(
+        self, key: str, choices: tuple[str, ...], *, default: str, minimum: int, maximum: int
+    ) -> int | str:
+        """A number, or one of a few words."""
+        value = self._take(key)
+        if value is None:
+            return default
+        is_number = isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
+        if not is_number and value not in choices:
+            hint = _nearest_hint(value, choices) if isinstance(value, str) else ""
+            expected = f"{_one_of(choices)}, or an integer from {minimum} to {maximum}"
+            self.refuse(key, describe(value), expected, hint=hint)
+        assert isinstance(value, int | str)
+        return value
+
+    def optional_number(self, key: str, *, minimum: float, maximum: float) -> float | None:
+        return self.number(key, default=minimum, minimum=minimum, maximum=maximum) if self._note_and_has(key) else None
+
     def boolean(self, key: str, *, default: bool) -> bool:
         value = self._take(key)
         if value is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cluster.core.ids import FrontId, WorkerId
 from cluster.core.links import Link
 from cluster.core.messages import Command, ToFrontMessage
+from cluster.core.routes import FewPushes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,4 +49,11 @@ class WarnOfLink:
     link: Link
 
 
-Effect = ToWorker | ToFront | DropBody | GiveUpWorker | WarnOfLink
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarnOfFewPushes:
+    """Tell operators, in the log: hardly anything is disaggregated any more. Once each time that it comes to that."""
+
+    few: FewPushes
+
+
+Effect = ToWorker | ToFront | DropBody | GiveUpWorker | WarnOfLink | WarnOfFewPushes

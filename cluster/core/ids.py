@@ -46,6 +46,18 @@ class Role(Enum):
     DECODE = "decode"
 
 
+class Route(Enum):
+    """Which workers an attempt takes.
+
+    PUSHED: prefill reads the prompt and its KV is pushed to decode. LOCAL: decode reads the prompt itself. STAYED: the
+    prefill worker that reads it writes the answer as well.
+    """
+
+    PUSHED = "pushed"
+    LOCAL = "local"
+    STAYED = "stayed"
+
+
 class LegStage(Enum):
     """Where a worker's part of an attempt stands, as the worker tells a coordinator that did not see it come.
 

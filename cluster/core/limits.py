@@ -38,6 +38,13 @@ MAX_REMEMBERED_ATTEMPTS: Final = 100_000
 """Forgotten requests whose number of attempts is remembered; the oldest are forgotten for good."""
 SLOW_LINK_FRACTION: Final = 0.25
 """A link of less than so much of the median bandwidth between its two pools is warned of."""
+READING_MEMORY_MS: Final = 5_000
+"""The share of its time in which a worker reads prompts is a mean that forgets about so fast."""
+NUM_RECENT_ROUTES: Final = 200
+"""Of so many of the last placements it is counted which way they took."""
+MIN_PUSHED_SHARE: Final = 0.1
+"""If fewer of them are pushed, while both pools are whole, operators are warned; again only once there were twice as
+many in between."""
 MAX_WORKERS: Final = 4096
 """Workers registered at once."""
 MAX_LOST_NAMES: Final = 16_384

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.core.ids import AttemptId, FrontId, Outcome, Role, WorkerId
+from cluster.core.ids import AttemptId, FrontId, Outcome, Role, Route, WorkerId
 from cluster.core.reports import HeldLeg, LeaseInfo, LinkReport, LiveRequest
 
 # ---- shared parts ---------------------------------------------------------------------------------------------
@@ -191,7 +191,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """The attempt is running: watch these workers. `prefill` is None where decode reads the prompt itself."""
+    """The attempt is running: watch these workers. `prefill` is None where `decode` reads the prompt and writes.
+
+    `route`, `why`: which way it takes, and the placement's reason, in words.
+    """
 
     epoch: int
     attempt: AttemptId
@@ -199,6 +202,8 @@ class Placed:
     decode: WorkerRef
     queued_ms: float
     reserved_ms: float
+    route: Route = Route.PUSHED
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +236,8 @@ class WorkerLoad:
 
     `step_ms_per_token` is a prompt token's; a decode step takes `decode_base_ms`, and `decode_context_token_ms` for a
     token of context. `prefix_query_tokens` have been looked up in the prefix cache, `prefix_hit_tokens` found.
+    `chunk_token_ms` is what a prompt token adds to a step that writes as well, `reading_ms` what all steps that read
+    prompts have taken.
     """
 
     num_running: int = 0
@@ -243,6 +250,8 @@ class WorkerLoad:
     blocks: BlockCounts = BlockCounts(total=0, free=0, active=0, cached=0, reserved=0, quarantined=0)
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    chunk_token_ms: float = 0.0
+    reading_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,9 +439,13 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLocal:
-    """Run the whole request here, prompt and answer. Carries a body."""
+    """Run the whole request here, prompt and answer. Carries a body.
+
+    `step_limit_ms`: while the prompt is read, steps that also write answers are to take no longer; 0 for no limit.
+    """
 
     attempt: AttemptId
+    step_limit_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

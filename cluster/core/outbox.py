@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from cluster.core.effects import DropBody, Effect, GiveUpWorker, ToFront, ToWorker, WarnOfLink
+from cluster.core.effects import DropBody, Effect, GiveUpWorker, ToFront, ToWorker, WarnOfFewPushes, WarnOfLink
 from cluster.core.ids import FrontId, WorkerId
 from cluster.core.links import Link
 from cluster.core.messages import Command, CommandBody, ToFrontMessage
+from cluster.core.routes import FewPushes
 
 
 class Outbox:
@@ -34,6 +35,9 @@ class Outbox:
 
     def warn_of(self, link: Link) -> None:
         self._effects.append(WarnOfLink(link=link))
+
+    def warn_of_few_pushes(self, few: FewPushes) -> None:
+        self._effects.append(WarnOfFewPushes(few=few))
 
     def take(self) -> list[Effect]:
         effects, self._effects = self._effects, []

@@ -15,6 +15,7 @@ from cluster.core.prefix_map import PrefixMap
 from cluster.core.queue import RequestQueue
 from cluster.core.rebuild import RebuildWindow
 from cluster.core.requests import RequestTable
+from cluster.core.routes import HandOverCosts, RouteRecord
 from cluster.core.timers import Timers
 from cluster.core.workers import WorkerRegistry
 
@@ -31,6 +32,8 @@ class Parts:
     attempts: AttemptTable = field(default_factory=AttemptTable)
     leases: LeaseLedger = field(default_factory=LeaseLedger)
     links: LinkTable = field(default_factory=LinkTable)
+    routes: RouteRecord = field(default_factory=RouteRecord)
+    hand_over: HandOverCosts = field(default_factory=HandOverCosts)
     prefixes: PrefixMap = field(default_factory=PrefixMap)
     timers: Timers = field(default_factory=Timers)
     rebuild: RebuildWindow = field(default_factory=RebuildWindow)

@@ -15,7 +15,7 @@ class Phase(Enum):
 
     RECOVERING ran in an earlier life of the coordinator, and its workers have not (all) said that they have it; QUEUED
     waits for a place; RESERVING waits for decode's answer to Reserve; PREFILLING has a prompt being read and
-    pushed; DECODING runs on decode alone; LOCAL runs wholly on one decode worker; FINISHED has its last token drawn and
+    pushed; DECODING runs on decode alone; LOCAL runs wholly on one worker; FINISHED has its last token drawn and
     waits for the front's RequestDone; WAITING_FRONT has a failed attempt and waits for the front's Resubmit. A request
     that has ended has no record.
     """

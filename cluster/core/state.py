@@ -10,7 +10,7 @@ a request, with what moves it on (docs in `cluster.core.requests.Phase`):
     QUEUED --placed--> RESERVING --granted--> PREFILLING --committed--> DECODING --finished--> FINISHED --done--> (gone)
        ^  |                |                      |                        |                      |
        |  |                `-- refused: QUEUED    `------ leg failed, worker lost, stream lost ---'
-       |  `--no prefill worker--> LOCAL --finished--> FINISHED              |
+       |  `--without a push-----> LOCAL --finished--> FINISHED              |
        `------------------- Resubmit ---------------------------- WAITING_FRONT
 
 Every phase can end in CancelRequest, FrontGone or a deadline. The state consists of small parts with invariants of
@@ -125,6 +125,7 @@ class ClusterState:
             parts.workers,
             parts.leases,
             parts.links,
+            parts.routes,
             parts.rebuild,
             parts.prefixes,
             parts.timers,
@@ -172,7 +173,7 @@ class ClusterState:
             rebuilding.follow(parts, now_ns, sender, message)
         match message:
             case Heartbeat():
-                workers.on_heartbeat(parts, worker, message)
+                workers.on_heartbeat(parts, now_ns, worker, message)
             case BlockEvents():
                 workers.on_block_events(parts, worker, message)
             case PeerFenced():

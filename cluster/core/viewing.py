@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from cluster.core.handlers.ending import current_attempt
+from cluster.core.ids import Role
 from cluster.core.leases import Lease
 from cluster.core.limits import HEARTBEATS_PER_TIMEOUT, NS_PER_MS
 from cluster.core.parts import Parts
 from cluster.core.reports import LeaseInfo
 from cluster.core.requests import PLACED_PHASES, Request
-from cluster.core.views import ClusterView, LeaseView, PoolView, RequestView, WorkerView
+from cluster.core.views import ClusterView, LeaseView, PoolView, RequestView, RoutesView, WorkerView
 from cluster.core.workers import Worker
+from cluster.policy.candidates import candidates_of
+from cluster.policy.placement import Candidates, break_even_tokens
 
 _SILENT_HEARTBEATS = 3
 """A worker is shown as silent after so many heartbeats should have come."""
@@ -36,6 +39,30 @@ def view_cluster(parts: Parts, now_ns: int) -> ClusterView:
         num_running=sum(request.phase in PLACED_PHASES for request in parts.requests.all()),
         num_leases=len(parts.leases),
         links=parts.links.all(),
+        routes=_view_routes(parts),
+    )
+
+
+def _view_routes(parts: Parts) -> RoutesView:
+    by_role = {role: candidates_of(parts.workers.with_role(role), (), 0) for role in Role}
+    candidates = Candidates(
+        prefill=by_role[Role.PREFILL],
+        decode=by_role[Role.DECODE],
+        num_held_blocks={},
+        links=parts.links,
+        rules=parts.config.disaggregation,
+        hand_over=parts.hand_over.usual,
+    )
+    most = parts.workers.max_model_tokens or 0
+    routes = parts.routes
+    counts = sorted(routes.counts.items(), key=lambda item: (item[0][0].value, item[0][1].value))
+    return RoutesView(
+        counts=tuple((route, cause, number) for (route, cause), number in counts),
+        num_recent=routes.num_recent,
+        pushed_share=routes.pushed_share,
+        few=routes.few_pushes,
+        local_up_to_tokens=break_even_tokens(candidates, parts.config.kv.block_size, most),
+        hand_over=parts.hand_over.usual,
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from cluster.core.ids import AttemptId, FrontId, Role, WorkerId
+from cluster.core.ids import AttemptId, FrontId, Role, Route, WorkerId
 from cluster.core.links import Link
 from cluster.core.messages import BlockCounts, WorkerLoad
+from cluster.core.routes import FewPushes
+from cluster.policy.break_even import HandOver
+from cluster.policy.decision import Cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,26 @@ class PoolView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutesView:
+    """Which ways placed attempts take.
+
+    Attributes:
+        counts: by route and cause, of this life of the coordinator.
+        num_recent, pushed_share: the last placements, and the share of them that were pushed; None without any.
+        few: set while fewer are pushed than should be.
+        local_up_to_tokens: the longest prompt, cached nowhere, that decode would read itself if it came now.
+        hand_over: what a push costs besides reading.
+    """
+
+    counts: tuple[tuple[Route, Cause, int], ...] = ()
+    num_recent: int = 0
+    pushed_share: float | None = None
+    few: FewPushes | None = None
+    local_up_to_tokens: int = 0
+    hand_over: HandOver = field(default_factory=HandOver)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterView:
     """`num_running` counts requests with a place; the rest of `num_requests` waits, for a place or for a front.
 
@@ -64,6 +87,7 @@ class ClusterView:
     num_running: int
     num_leases: int
     links: tuple[Link, ...]
+    routes: RoutesView = field(default_factory=RoutesView)
 
     @property
     def is_ready(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from cluster.core.attempts import Leg, LegState
 from cluster.core.config import ClusterConfig, PoolConfig
 from cluster.core.ids import AttemptId, Role, WorkerId
-from cluster.core.limits import MAX_LOST_NAMES, MAX_WORKERS
+from cluster.core.limits import MAX_LOST_NAMES, MAX_WORKERS, READING_MEMORY_MS
 from cluster.core.messages import WorkerHello, WorkerLoad
 
 
@@ -24,6 +24,7 @@ class Worker:
     pool: PoolConfig
     load: WorkerLoad
     last_heard_ns: int
+    load_heard_ns: int
     legs: dict[AttemptId, Leg] = field(default_factory=dict)
     num_legs: int = 0
     num_sequences: int = 0
@@ -32,6 +33,9 @@ class Worker:
     num_unreported_tokens: int = 0
     is_leaving: bool = False
     num_given_tokens: int = 0
+    num_writing: int = 0
+    num_writing_blocks: int = 0
+    reading_share: float = 0.0
 
     @property
     def id(self) -> WorkerId:
@@ -74,6 +78,10 @@ class Worker:
         return self.load.decode_context_token_ms
 
     @property
+    def chunk_token_ms(self) -> float:
+        return self.load.chunk_token_ms
+
+    @property
     def backlog_tokens(self) -> int:
         """Prompt tokens to be read here before a new prompt's.
 
@@ -90,6 +98,9 @@ class Worker:
         self.num_unread_tokens += leg.num_unread_tokens
         self.num_unreported_tokens += leg.num_unread_tokens
         self.num_given_tokens += leg.num_unread_tokens
+        if leg.half is Role.DECODE:
+            self.num_writing += leg.num_sequences
+            self.num_writing_blocks += leg.num_blocks
 
     def mark_read(self, leg: Leg) -> None:
         """The leg's prompt has been read, or never will be."""
@@ -106,9 +117,16 @@ class Worker:
         self.num_legs -= 1
         self.num_sequences -= leg.num_sequences
         self.num_promised_blocks -= leg.num_blocks
+        if leg.half is Role.DECODE:
+            self.num_writing -= leg.num_sequences
+            self.num_writing_blocks -= leg.num_blocks
 
-    def hear(self, load: WorkerLoad) -> None:
-        """A heartbeat. Its numbers are taken to include every leg that the worker has been told of."""
+    def hear(self, load: WorkerLoad, elapsed_ms: float) -> None:
+        """A heartbeat, so long after the last. Its numbers are taken to include every leg that the worker has been told
+        of."""
+        if elapsed_ms > 0:
+            busy_share = min(1.0, max(0, load.reading_ms - self.load.reading_ms) / elapsed_ms)
+            self.reading_share += min(1.0, elapsed_ms / READING_MEMORY_MS) * (busy_share - self.reading_share)
         self.load = load
         for leg in self.legs.values():
             if leg.unreported and leg.state is not LegState.PLANNED:
@@ -120,6 +138,10 @@ class Worker:
         assert self.num_legs == len(held)
         assert self.num_sequences == sum(leg.num_sequences for leg in held)
         assert self.num_promised_blocks == sum(leg.num_blocks for leg in held)
+        writing = [leg for leg in held if leg.half is Role.DECODE]
+        assert self.num_writing == sum(leg.num_sequences for leg in writing)
+        assert self.num_writing_blocks == sum(leg.num_blocks for leg in writing)
+        assert 0 <= self.reading_share <= 1
         assert self.num_unread_tokens == sum(leg.num_unread_tokens for leg in held)
         assert self.num_unreported_tokens == sum(leg.num_unread_tokens for leg in held if leg.unreported)
         assert all(leg.worker == self.id for leg in self.legs.values())
@@ -182,7 +204,7 @@ class WorkerRegistry:
         """Registers a life that `refusal` accepts. No other life of its name may be registered."""
         pool = self._config.pool(hello.pool)
         assert pool is not None and hello.ref.worker.name not in self._by_name
-        worker = Worker(hello=hello, pool=pool, load=hello.load, last_heard_ns=now_ns)
+        worker = Worker(hello=hello, pool=pool, load=hello.load, last_heard_ns=now_ns, load_heard_ns=now_ns)
         self._by_name[worker.id.name] = worker
         self._by_role[worker.role].append(worker)
         self._update_limits()

@@ -11,6 +11,7 @@ import yaml
 
 from cluster.core.config import VERSION, ClusterConfig, parse_cluster_config
 from cluster.core.config_reader import KeyPath, format_path
+from cluster.core.disaggregation import disaggregation_section
 from cluster.core.errors import ConfigError
 
 BOOLEAN_TAG: Final = "tag:yaml.org,2002:bool"
@@ -95,6 +96,7 @@ def render_cluster_config(config: ClusterConfig) -> str:
         "front": asdict(config.front),
         "metrics": asdict(config.metrics),
         "coordinator": asdict(config.coordinator),
+        "disaggregation": disaggregation_section(config.disaggregation),
         "journal": _without_absent(
             {
                 "enabled": config.journal.is_on,

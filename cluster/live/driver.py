@@ -171,6 +171,8 @@ class Driver:
                 self._give_up(effect)
             case effects.WarnOfLink(link=link):
                 logger.warning("slow link: %s", link)
+            case effects.WarnOfFewPushes(few=few):
+                logger.warning("few pushes: %s", few)
 
     def _to_worker(self, effect: effects.ToWorker) -> None:
         stream = self._workers.get(effect.worker)

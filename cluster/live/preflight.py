@@ -181,13 +181,18 @@ def check_ports(file: ClusterFile) -> None:
     for port in metrics_ports:
         if port in front_ports:
             raise file.error(("metrics", "port"), f"{port}, which is a front's", "ports of their own")
-    wanted = [("front", front.host, port) for port in front_ports]
-    wanted += [("metrics", metrics.host, port) for port in metrics_ports]
-    for section, host, port in wanted:
+    if metrics.coordinator_port and metrics.coordinator_port in front_ports:
+        found = f"{metrics.coordinator_port}, which is a front's"
+        raise file.error(("metrics", "coordinator_port"), found, "a port of its own")
+    wanted = [(("front", "port"), front.host, port) for port in front_ports]
+    wanted += [(("metrics", "port"), metrics.host, port) for port in metrics_ports]
+    if metrics.coordinator_port:
+        wanted.append((("metrics", "coordinator_port"), metrics.host, metrics.coordinator_port))
+    for path, host, port in wanted:
         reason = _why_not_bindable(host, port)
         if reason is not None:
             raise file.error(
-                (section, "port"),
+                path,
                 f"{host}:{port}, where nothing can listen ({reason})",
                 "a free port",
                 hint="0 takes any free one",

@@ -206,7 +206,7 @@ def _short(message: object) -> str:
 
 
 def _short_field(field: dataclasses.Field[Any], value: object) -> str:
-    if value is None or value == field.default or field.name in ("request_id", "epoch", "lease_id"):
+    if value is None or value == field.default or field.name in ("request_id", "epoch", "lease_id", "why"):
         return ""
     if isinstance(value, tuple | list):
         return f"{field.name}={len(value)}"

@@ -21,7 +21,9 @@ class WorkerLike(Protocol):
     """What policies read of a worker. Costs are 0 while unmeasured.
 
     `num_promised_blocks` counts what its requests have and are expected to need. `num_given_tokens` is what it has been
-    given to read in all its life, `backlog_tokens` what of that it has still to read.
+    given to read in all its life, `backlog_tokens` what of that it has still to read. Of its sequences `num_writing`
+    write their answers there, or will, with `num_writing_blocks`. `chunk_token_ms` is what a prompt token adds to a
+    step that writes as well; `reading_share` is the share of its time in which it has lately read prompts.
     """
 
     @property
@@ -50,6 +52,14 @@ class WorkerLike(Protocol):
     def decode_base_ms(self) -> float: ...
     @property
     def decode_context_token_ms(self) -> float: ...
+    @property
+    def chunk_token_ms(self) -> float: ...
+    @property
+    def reading_share(self) -> float: ...
+    @property
+    def num_writing(self) -> int: ...
+    @property
+    def num_writing_blocks(self) -> int: ...
 
 
 class LinksLike(Protocol):
@@ -62,21 +72,25 @@ class LinksLike(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Of one prompt token, of a decode step without its contexts, and of each token of these."""
+    """Of one prompt token, of a decode step without its contexts, and of each token of these; and of a prompt token in
+    such a step, 0 while unmeasured."""
 
     ms_per_token: float
     decode_base_ms: float
     decode_context_token_ms: float
+    chunk_token_ms: float
 
 
 def usual_costs(workers: Sequence[WorkerLike]) -> StepCosts:
     """Of an average worker among these."""
     writers = [worker for worker in workers if _has_decoded(worker)]
     num_writers = max(1, len(writers))
+    chunk_costs = [worker.chunk_token_ms for worker in workers if worker.chunk_token_ms > 0]
     return StepCosts(
         ms_per_token=mean_ms_per_token(workers) or UNMEASURED_MS_PER_TOKEN,
         decode_base_ms=sum(worker.decode_base_ms for worker in writers) / num_writers,
         decode_context_token_ms=sum(worker.decode_context_token_ms for worker in writers) / num_writers,
+        chunk_token_ms=sum(chunk_costs) / max(1, len(chunk_costs)),
     )
 
 
@@ -93,8 +107,12 @@ def read_ms(worker: WorkerLike, num_tokens: int, usual: StepCosts) -> float:
 
 def tpot_ms(worker: WorkerLike, num_more_tokens: int, block_size: int, usual: StepCosts) -> float:
     """Time per output token once all contexts have grown to what is expected of them, with so many tokens more."""
+    return decode_step_ms(worker, worker.num_promised_blocks * block_size + num_more_tokens, usual)
+
+
+def decode_step_ms(worker: WorkerLike, num_context_tokens: int, usual: StepCosts) -> float:
+    """A step that writes one token of each of its answers, with so much context in all; 0 while nothing is measured."""
     costs: WorkerLike | StepCosts = worker if _has_decoded(worker) else usual
-    num_context_tokens = worker.num_promised_blocks * block_size + num_more_tokens
     return costs.decode_base_ms + num_context_tokens * costs.decode_context_token_ms
 
 

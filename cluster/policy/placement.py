@@ -7,125 +7,43 @@ there; the latter counts again, since others have to wait for it. Both or neithe
 lightest load is taken, then the smallest worker id.
 
 That a conversation comes back to the workers that hold its beginning follows from this; there is no rule for it.
+
+Where it is cheaper, decode reads the prompt itself, or prefill writes the answer (`cluster.policy.other_ways`).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
-from cluster.core.ids import WorkerId
-from cluster.policy.costs import LinksLike, StepCosts, WorkerLike, push_ms, read_ms, tpot_ms, usual_costs
+from cluster.core.ids import Route, WorkerId
+from cluster.policy.costs import StepCosts, WorkerLike, push_ms, read_ms, tpot_ms, usual_costs
+from cluster.policy.decision import (
+    EXPECTED_OUTPUT_TOKENS,
+    Candidates,
+    Cause,
+    Demand,
+    Option,
+    Placement,
+    Wait,
+    best,
+    demand_of,
+    has_room,
+    may_read,
+    reads,
+    starts_soon,
+    writes,
+)
+from cluster.policy.other_ways import place_reading, place_staying
 
-MAX_BACKLOG_CHUNKS: Final = 4
-"""A worker starts a prompt soon if it has at most so many chunks to read before it ..."""
-MAX_BACKLOG_PER_HELD_TOKEN: Final = 2
-"""... and so many tokens for each of the prompt's that are cached there."""
+__all__ = ["Candidates", "Demand", "Placement", "Wait", "break_even_tokens", "demand_of", "place"]
+
 READING_WEIGHT: Final = 3
 """What is read keeps a worker from the prompts of others: each token counts so many times besides the request's own
 wait. Without it busy holders are passed over too readily, and what they hold is computed again."""
 MAX_RESERVED_PERCENT: Final = 75
 """A reservation of a larger share of a decode worker's blocks than this is never granted: it is read there instead."""
-EXPECTED_OUTPUT_TOKENS: Final = 256
-"""An answer is expected to be no longer than this; where it is, decode preempts as the last resort."""
-NEARLY: Final = 1.1
-"""Costs up to so many times the least count as equal to it: predictions are no better than that."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
-    """What a request needs.
-
-    Attributes:
-        num_tokens: to be read before the first token is drawn.
-        num_sequences: answers that are written at once. num_emitted: tokens that each is expected to have.
-        num_read_blocks: for the tokens and one more: what prefill takes.
-        num_kv_blocks: these, and one for each further answer: what is reserved.
-        num_expected_blocks: with the answers expected of it: what placement counts with.
-        block_size: tokens of a block.
-    """
-
-    num_tokens: int
-    num_sequences: int
-    num_emitted: int
-    num_read_blocks: int
-    num_kv_blocks: int
-    num_expected_blocks: int
-    block_size: int
-
-
-def demand_of(
-    num_tokens: int, num_tokens_left: int, block_size: int, *, num_choices: int = 1, num_unshared: int = 0
-) -> Demand:
-    """What a request needs that has `num_tokens` to be read and may emit `num_tokens_left` more.
-
-    With several choices, each emits so many. They share the tokens read, except for a part of the last block and
-    `num_unshared` tokens that all of them together have been given beyond.
-    """
-    num_emitted = max(1, min(num_tokens_left, EXPECTED_OUTPUT_TOKENS))
-    num_read_blocks = -(-(num_tokens + 1) // block_size)
-    num_others = num_choices - 1
-    num_own_tokens = num_others * (block_size - 1 + num_emitted) + num_unshared
-    return Demand(
-        num_tokens=num_tokens,
-        num_sequences=num_choices,
-        num_emitted=num_emitted,
-        num_read_blocks=num_read_blocks,
-        num_kv_blocks=num_read_blocks + num_others,
-        num_expected_blocks=-(-(num_tokens + num_emitted) // block_size) + -(-num_own_tokens // block_size),
-        block_size=block_size,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
-    """The workers to choose from.
-
-    Attributes:
-        prefill, decode: of either role, those that hold most of the prompt first. Empty only where none is alive.
-        num_held_blocks: of the prompt's beginning, by worker, as far as is known (a hint); never with its last token.
-        links: between them.
-    """
-
-    prefill: tuple[WorkerLike, ...]
-    decode: tuple[WorkerLike, ...]
-    num_held_blocks: Mapping[WorkerId, int]
-    links: LinksLike
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """`prefill` is None where the decode worker reads the prompt itself.
-
-    `num_uncached_tokens` are those that whoever reads it is expected to compute.
-    """
-
-    prefill: WorkerId | None
-    decode: WorkerId
-    num_uncached_tokens: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """Nothing can take the request now."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Option:
-    """A worker that could take it: at what cost, and how heavy its load is (compared in order).
-
-    `predicted_ms`: time per output token of a decode worker; of a prefill worker the time until the prompt is read.
-    """
-
-    worker: WorkerLike
-    cost_ms: float
-    load: tuple[int, int]
-    num_uncached_tokens: int
-    predicted_ms: float
 
 
 def place(
@@ -138,46 +56,66 @@ def place(
         why_local: if given, decode is to read the prompt itself, for this reason.
     """
     prefill = () if why_local else candidates.prefill
-    decode = _best(_decode_options(demand, candidates, prefill, excluded))
+    options = _decode_options(demand, candidates, prefill, excluded)
+    decode = best(options)
     if decode is None:
-        return Wait(reason="no decode worker has room" if candidates.decode else "no decode worker is alive")
+        why = "no decode worker has room" if candidates.decode else "no decode worker is alive"
+        readers = _prefill_options(demand, candidates, None) if prefill else []
+        return place_staying(demand, candidates, readers, why) or Wait(reason=why)
+    if why_local:
+        return _place_local(demand, decode, Cause.TRANSFER_FAILED, why_local)
     if not prefill:
-        return _place_local(demand, decode, why_local or "no prefill worker is alive")
+        return _place_local(demand, decode, Cause.NO_PREFILL, "no prefill worker is alive")
     if demand.num_kv_blocks > max(1, decode.worker.num_total_blocks * MAX_RESERVED_PERCENT // 100):
-        return _place_local(demand, decode, f"{demand.num_kv_blocks} blocks are too large a share for a push")
-    reader = _best(_prefill_options(demand, candidates, decode.worker))
+        why = f"{demand.num_kv_blocks} blocks are too large a share for a push"
+        return _place_local(demand, decode, Cause.TOO_LARGE, why)
+    readers = _prefill_options(demand, candidates, decode.worker)
+    other = place_reading(demand, candidates, options, readers)
+    if other is None:
+        why = f"{decode.worker.id} should take {decode.predicted_ms:.1f} ms for a token"
+        other = place_staying(demand, candidates, readers, why, decode)
+    if other is not None:
+        return other
+    reader = best([option for option in readers if may_read(demand, option)])
     if reader is None:
         return Wait(reason="no prefill worker can start soon")
     return Placement(
         prefill=reader.worker.id,
         decode=decode.worker.id,
         num_uncached_tokens=reader.num_uncached_tokens,
-        reason=f"{_writes(decode)}; {_reads(reader, demand)}, done in {reader.predicted_ms:.0f} ms",
+        reason=f"{writes(decode)}; {reads(reader, demand)}, done in {reader.predicted_ms:.0f} ms",
     )
 
 
-def starts_soon(worker: WorkerLike, num_held_tokens: int = 0) -> bool:
-    """Whether a prompt of which so much is cached there would not wait long if it were given to it now."""
-    worth_tokens = MAX_BACKLOG_PER_HELD_TOKEN * num_held_tokens
-    return worker.backlog_tokens <= MAX_BACKLOG_CHUNKS * worker.chunk_tokens + worth_tokens
+def break_even_tokens(candidates: Candidates, block_size: int, most: int) -> int:
+    """The longest prompt of up to `most` tokens, of those cached nowhere, that decode would read itself if it came now,
+    although it could be pushed; 0 if none. Costs O(candidates log most)."""
+    if not candidates.prefill or candidates.rules.max_local_tokens == 0:
+        return 0
+
+    def is_pushed(num_tokens: int) -> bool:
+        decision = place(demand_of(num_tokens, EXPECTED_OUTPUT_TOKENS, block_size), candidates, {})
+        return not (isinstance(decision, Placement) and decision.cause in (Cause.BREAK_EVEN, Cause.FIXED))
+
+    return bisect_left(range(1, most + 1), True, key=is_pushed)
 
 
 def _decode_options(
     demand: Demand, candidates: Candidates, prefill: tuple[WorkerLike, ...], excluded: Mapping[WorkerId, int]
-) -> list[_Option]:
+) -> list[Option]:
     usual = usual_costs(candidates.decode)
     return [
         _decode_option(demand, candidates, prefill, worker, usual)
         for worker in candidates.decode
         if worker.id not in excluded
-        and _has_room(worker, demand.num_expected_blocks, demand.num_sequences)
+        and has_room(worker, demand.num_expected_blocks, demand.num_sequences)
         and (prefill or starts_soon(worker, _num_held_tokens(demand, candidates, worker)))
     ]
 
 
 def _decode_option(
     demand: Demand, candidates: Candidates, prefill: tuple[WorkerLike, ...], worker: WorkerLike, usual: StepCosts
-) -> _Option:
+) -> Option:
     """Its cost is the time until the whole answer is written. What comes from prefill counts as if it came from the
     first of these, which is the likeliest to be taken."""
     num_held_blocks = candidates.num_held_blocks.get(worker.id, 0)
@@ -187,7 +125,7 @@ def _decode_option(
         start_ms = push_ms(candidates.links, prefill[0], worker, demand.num_read_blocks - num_held_blocks)
     else:
         start_ms = read_ms(worker, num_uncached_tokens, usual) + _others_ms(num_uncached_tokens, usual)
-    return _Option(
+    return Option(
         worker=worker,
         cost_ms=start_ms + demand.num_emitted * token_ms,
         load=(worker.num_promised_blocks - num_held_blocks - worker.num_total_blocks, worker.num_sequences),
@@ -196,22 +134,25 @@ def _decode_option(
     )
 
 
-def _prefill_options(demand: Demand, candidates: Candidates, decode: WorkerLike) -> list[_Option]:
-    """What costs is the reading, or the push where that is slower: they go on at the same time."""
+def _prefill_options(demand: Demand, candidates: Candidates, decode: WorkerLike | None) -> list[Option]:
+    """What costs is the reading, or the push to `decode` where that is slower: they go on at the same time. Answers
+    that are written there wait for it as well. Whether it can start soon is not asked here."""
     usual = usual_costs(candidates.prefill)
-    num_pushed_blocks = demand.num_read_blocks - candidates.num_held_blocks.get(decode.id, 0)
     options = []
     for worker in candidates.prefill:
-        num_held_tokens = _num_held_tokens(demand, candidates, worker)
-        if not starts_soon(worker, num_held_tokens) or not _has_room(worker, demand.num_read_blocks, 1):
+        if not has_room(worker, demand.num_read_blocks, 1):
             continue
-        num_uncached_tokens = demand.num_tokens - num_held_tokens
-        pushed_ms = read_ms(worker, 0, usual) + push_ms(candidates.links, worker, decode, num_pushed_blocks)
-        predicted_ms = max(read_ms(worker, num_uncached_tokens, usual), pushed_ms)
+        num_uncached_tokens = demand.num_tokens - _num_held_tokens(demand, candidates, worker)
+        predicted_ms = read_ms(worker, num_uncached_tokens, usual)
+        if decode is not None:
+            num_pushed_blocks = demand.num_read_blocks - candidates.num_held_blocks.get(decode.id, 0)
+            pushed_ms = read_ms(worker, 0, usual) + push_ms(candidates.links, worker, decode, num_pushed_blocks)
+            predicted_ms = max(predicted_ms, pushed_ms)
+        held_up_ms = worker.num_writing * num_uncached_tokens * (worker.ms_per_token or usual.ms_per_token)
         options.append(
-            _Option(
+            Option(
                 worker=worker,
-                cost_ms=predicted_ms + _others_ms(num_uncached_tokens, usual),
+                cost_ms=predicted_ms + held_up_ms + _others_ms(num_uncached_tokens, usual),
                 load=(worker.num_given_tokens, worker.num_sequences),
                 num_uncached_tokens=num_uncached_tokens,
                 predicted_ms=predicted_ms,
@@ -225,45 +166,20 @@ def _others_ms(num_tokens: int, usual: StepCosts) -> float:
     return READING_WEIGHT * num_tokens * usual.ms_per_token
 
 
-def _best(options: list[_Option]) -> _Option | None:
-    """The one with the lightest load of those that cost nearly the least."""
-    limit_ms = min((option.cost_ms for option in options), default=0.0) * NEARLY
-    return min(
-        (option for option in options if option.cost_ms <= limit_ms),
-        key=lambda option: (option.load, option.worker.id),
-        default=None,
-    )
-
-
-def _place_local(demand: Demand, option: _Option, why: str) -> Placement | Wait:
+def _place_local(demand: Demand, option: Option, cause: Cause, why: str) -> Placement | Wait:
+    """Decode reads, since nothing else is possible."""
     worker = option.worker
-    if not starts_soon(worker, demand.num_tokens - option.num_uncached_tokens):
+    if not may_read(demand, option):
         return Wait(reason=f"{why}, and {worker.id} cannot start soon")
     return Placement(
         prefill=None,
         decode=worker.id,
         num_uncached_tokens=option.num_uncached_tokens,
-        reason=f"{why}: {_writes(option)}, and reads {option.num_uncached_tokens} tokens itself",
+        reason=f"{why}: {writes(option)}, and reads {option.num_uncached_tokens} tokens itself",
+        route=Route.LOCAL,
+        cause=cause,
     )
-
-
-def _writes(option: _Option) -> str:
-    num_left = option.worker.num_total_blocks - option.worker.num_promised_blocks
-    return f"{option.worker.id} with {num_left} blocks left should write a token in {option.predicted_ms:.1f} ms"
-
-
-def _reads(option: _Option, demand: Demand) -> str:
-    worker = option.worker
-    return f"{worker.id} reads {option.num_uncached_tokens} of {demand.num_tokens} tokens after {worker.backlog_tokens}"
 
 
 def _num_held_tokens(demand: Demand, candidates: Candidates, worker: WorkerLike) -> int:
     return candidates.num_held_blocks.get(worker.id, 0) * demand.block_size
-
-
-def _has_room(worker: WorkerLike, num_blocks: int, num_sequences: int) -> bool:
-    """An idle worker takes anything that was admitted: it holds at least one sequence of maximum length."""
-    if worker.num_sequences == 0:
-        return True
-    has_blocks = worker.num_promised_blocks + num_blocks <= worker.num_total_blocks
-    return has_blocks and worker.num_sequences + num_sequences <= worker.max_running

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from cluster.core import effects, events
 from cluster.core.ids import FrontId, WorkerId
 from cluster.core.messages import FrontHello, FrontMessage, Resubmit, Submit, WorkerHello, WorkerMessage, WorkerRefused
+from cluster.core.routes import FewPushes
 from cluster.core.state import ClusterState
 from cluster.sim.network import Network, StreamEnd
 from cluster.sim.process import Alarm, Process
@@ -42,6 +43,7 @@ class CoordinatorNode:
         self.process = process
         self.state = state
         self.bodies: dict[str, RequestBody] = {}
+        self.warnings: list[FewPushes] = []
         self._fronts: dict[FrontId, StreamEnd] = {}
         self._workers: dict[WorkerId, StreamEnd] = {}
         self._end_worker = end_worker
@@ -132,6 +134,8 @@ class CoordinatorNode:
                 self._end_worker(effect.worker)
             case effects.WarnOfLink():
                 raise AssertionError("simulated links have no measured bandwidth")
+            case effects.WarnOfFewPushes(few=few):
+                self.warnings.append(few)
 
     def _to_worker(self, effect: effects.ToWorker) -> None:
         stream = self._workers.get(effect.worker)

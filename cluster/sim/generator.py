@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
+from cluster.core.disaggregation import DisaggregationConfig
 from cluster.sim.engine_model import VOCABULARY_SIZE, StepCost
 from cluster.sim.fabric import Family
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
@@ -63,7 +64,19 @@ def generate(seed: int) -> Scenario:
     )
     requests = _requests(draw, shape)
     faults = _faults(draw, shape, requests)
-    return dataclasses.replace(shape, requests=requests, faults=faults, num_layers=draw.choice((1, 3, 3, 8)))
+    return dataclasses.replace(
+        shape,
+        requests=requests,
+        faults=faults,
+        num_layers=draw.choice((1, 3, 3, 8)),
+        disaggregation=_disaggregation(draw, shape),
+    )
+
+
+def _disaggregation(draw: random.Random, shape: Scenario) -> DisaggregationConfig:
+    """Short histories measure little, so most that are to mix all ways fix how much decode reads itself."""
+    fixed = draw.choice((shape.block_size, shape.max_model_tokens // 3))
+    return DisaggregationConfig(max_local_tokens=draw.choice((0, 0, None, fixed)), may_stay=draw.random() < 0.5)
 
 
 # ---- load -----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cluster.agent.limits import AgentLimits
+from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
 from cluster.front.request_spec import RequestLimits
 from cluster.sim.engine_model import StepCost
 from cluster.sim.fabric import Family
@@ -103,6 +104,7 @@ class Scenario:
         same_address: a restarted worker serves at the address of its earlier life.
         can_kill: a life that the coordinator gives up is killed; otherwise it has to find out by itself.
         restart_ns: how long after its end a process is started again.
+        disaggregation: when a request takes another way than a push.
     """
 
     seed: int
@@ -131,6 +133,7 @@ class Scenario:
     push_limits: PushLimits = SIM_PUSH_LIMITS
     agent_limits: AgentLimits = SIM_AGENT_LIMITS
     request_limits: RequestLimits = SIM_REQUEST_LIMITS
+    disaggregation: DisaggregationConfig = ALWAYS_PUSHED
     requests: tuple[Request, ...] = ()
     faults: tuple[Fault, ...] = field(default=())
 

@@ -26,6 +26,7 @@ def cluster_config(scenario: Scenario) -> ClusterConfig:
         pools=tuple(pools),
         front=FrontConfig(replicas=scenario.num_fronts),
         kv=KVConfig(block_size=scenario.block_size),
+        disaggregation=scenario.disaggregation,
         coordinator=CoordinatorConfig(
             queue_limit=scenario.queue_limit,
             queue_timeout_s=scenario.queue_timeout_s,

@@ -73,6 +73,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_decoding(self) -> int:
+        """Running sequences that have been read and write."""
+        return sum(not sequence.is_prefilling for sequence in self._running)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -169,11 +174,18 @@ class Scheduler:
         self._update_growth_headroom()
         return True
 
-    def schedule(self) -> StepPlan | None:
-        """Plans the next step; None if nothing can run now. The plan must be applied or failed before the next."""
+    def schedule(self, max_prefill_tokens: int | None = None) -> StepPlan | None:
+        """Plans the next step; None if nothing can run now. The plan must be applied or failed before the next.
+
+        Args:
+            max_prefill_tokens: at least a block. Fewer than the configuration's are spent on prefill in this step.
+        """
         assert self._outstanding is None, "the last plan was neither applied nor failed"
         step_id = self._next_step_id
-        builder = StepBuilder(self._config, self._pool, self._running, self._waiting, step_id)
+        config = self._config
+        if max_prefill_tokens is not None and max_prefill_tokens < config.prefill_chunk_tokens:
+            config = replace(config, prefill_chunk_tokens=max_prefill_tokens)
+        builder = StepBuilder(config, self._pool, self._running, self._waiting, step_id)
         builder.build()
         self._preempted.extend(builder.preempted)
         self._update_growth_headroom()

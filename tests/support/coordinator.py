@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from cluster.core.config import ClusterConfig, CoordinatorConfig, ModelConfig, PoolConfig
+from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
 from cluster.core.effects import DropBody, Effect, GiveUpWorker, ToFront, ToWorker
 from cluster.core.events import Event, FromFront, FromWorker, FrontGone, Tick, WorkerGone
 from cluster.core.ids import AttemptId, FrontId, Role, WorkerId
@@ -40,14 +41,26 @@ TIMELINE = LegTimeline()
 Found = TypeVar("Found")
 
 
-def make_config(*, with_prefill: bool = True, max_running: int = 8, **limits: float) -> ClusterConfig:
+def make_config(
+    *,
+    with_prefill: bool = True,
+    max_running: int = 8,
+    disaggregation: DisaggregationConfig = ALWAYS_PUSHED,
+    **limits: float,
+) -> ClusterConfig:
     """A prefill pool `p` and a decode pool `d`; `limits` are fields of CoordinatorConfig."""
     pools = [PoolConfig(name="d", role=Role.DECODE, replicas=2, max_running=max_running)]
     if with_prefill:
         pools.insert(0, PoolConfig(name="p", role=Role.PREFILL, replicas=2, prefill_chunk_tokens=64))
     values = {"queue_limit": 8, **limits}
     coordinator = CoordinatorConfig(**values)  # type: ignore[arg-type]
-    return ClusterConfig(name="bench", model=ModelConfig(path="m"), pools=tuple(pools), coordinator=coordinator)
+    return ClusterConfig(
+        name="bench",
+        model=ModelConfig(path="m"),
+        pools=tuple(pools),
+        coordinator=coordinator,
+        disaggregation=disaggregation,
+    )
 
 
 def make_load(num_blocks: int, **values: float) -> WorkerLoad:

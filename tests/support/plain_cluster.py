@@ -16,6 +16,7 @@ import grpc.aio
 
 from baton.v1 import admin_pb2, admin_pb2_grpc, control_pb2_grpc, tokens_pb2_grpc
 from cluster.core.config import ClusterConfig, CoordinatorConfig, ModelConfig, PoolConfig
+from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
 from cluster.core.ids import AttemptId, FrontId, Outcome, Role
 from cluster.core.messages import (
     AttemptFailed,
@@ -260,7 +261,15 @@ class TestFront:
 class PlainCluster:
     """Use as an async context manager; everything started in it is ended with it. `host`: where the coordinator is."""
 
-    def __init__(self, model: Path, folder: Path, *, host: str = LOOPBACK, **coordinator: float) -> None:
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        *,
+        host: str = LOOPBACK,
+        disaggregation: DisaggregationConfig = ALWAYS_PUSHED,
+        **coordinator: float,
+    ) -> None:
         self._host = host
         self.model = model
         self.folder = folder
@@ -275,6 +284,7 @@ class PlainCluster:
                 PoolConfig(name="decode", role=Role.DECODE),
             ),
             coordinator=CoordinatorConfig(**coordinator),  # type: ignore[arg-type]
+            disaggregation=disaggregation,
         )
         self._stop = asyncio.Event()
         self._coordinator: asyncio.Task[None] | None = None

@@ -16,8 +16,8 @@ from cluster.core.handlers.ending import (
     stop_leg,
     watch_deadline,
 )
-from cluster.core.handlers.placing import exclude_and_withdraw
-from cluster.core.ids import AttemptId, Outcome, Role, WorkerId
+from cluster.core.handlers.placing import count_route, exclude_and_withdraw
+from cluster.core.ids import AttemptId, Outcome, Role, Route, WorkerId
 from cluster.core.leases import Lease, Side
 from cluster.core.limits import FINISHED_TIMEOUT_NS, NS_PER_MS
 from cluster.core.messages import (
@@ -33,6 +33,7 @@ from cluster.core.messages import (
 )
 from cluster.core.parts import Parts
 from cluster.core.requests import Failure, Phase, Request
+from cluster.policy.decision import Cause
 
 
 def on_reserve_granted(parts: Parts, now_ns: int, sender: WorkerId, message: ReserveGranted) -> None:
@@ -68,7 +69,11 @@ def on_reserve_granted(parts: Parts, now_ns: int, sender: WorkerId, message: Res
         decode=decode_worker.hello.ref,
         queued_ms=(attempt.placed_ns - request.queued_ns) / NS_PER_MS,
         reserved_ms=(now_ns - attempt.placed_ns) / NS_PER_MS,
+        route=Route.PUSHED,
+        why=attempt.why,
     )
+    parts.hand_over.reserved(placed.reserved_ms)
+    count_route(parts, Route.PUSHED, Cause.RULE)
     parts.outbox.to_front(request.front, placed)
 
 
@@ -96,6 +101,7 @@ def on_prefill_done(parts: Parts, now_ns: int, sender: WorkerId, message: Prefil
     assert worker is not None
     if not leg.is_released:
         worker.mark_read(leg)
+    attempt.read_ns = now_ns
     request = _request_of(parts, attempt)
     if message.outcome is None or request is None or request.phase is not Phase.PREFILLING:
         return
@@ -109,6 +115,8 @@ def on_committed(parts: Parts, now_ns: int, sender: WorkerId, message: Committed
     if known is None or known[1].half is not Role.DECODE:
         return
     attempt, _ = known
+    if not attempt.committed and attempt.read_ns is not None:
+        parts.hand_over.taken_over((now_ns - attempt.read_ns) / NS_PER_MS)
     attempt.committed = True
     parts.leases.close(attempt.lease_id, Side.RESERVED)
     request = _request_of(parts, attempt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster.core.attempts import Attempt, Leg, LegState
 from cluster.core.handlers.ending import watch_deadline, withdraw_attempt
-from cluster.core.ids import Outcome, Role, WorkerId
+from cluster.core.ids import Outcome, Role, Route, WorkerId
 from cluster.core.leases import Lease, Side
 from cluster.core.limits import EXCLUDE_AFTER_REFUSAL_NS, NS_PER_MS
 from cluster.core.messages import Placed, Reserve, RunLocal
@@ -13,6 +13,7 @@ from cluster.core.requests import Phase, Request
 from cluster.core.timers import TimerKey, TimerKind
 from cluster.core.workers import Worker
 from cluster.policy.candidates import MAX_HOLDERS, candidates_of
+from cluster.policy.decision import Cause
 from cluster.policy.placement import Candidates, Demand, Placement, Wait, demand_of, place
 
 
@@ -59,6 +60,8 @@ def _candidates(parts: Parts, request: Request) -> Candidates:
         decode=found[Role.DECODE],
         num_held_blocks=num_held_blocks,
         links=parts.links,
+        rules=parts.config.disaggregation,
+        hand_over=parts.hand_over.usual,
     )
 
 
@@ -72,6 +75,22 @@ def _why_local(parts: Parts, request: Request) -> str | None:
         return None
     is_last = request.num_failures == parts.config.coordinator.max_attempts - 1
     return "the last transfer failed" if is_last else None
+
+
+def count_route(parts: Parts, route: Route, cause: Cause) -> None:
+    """An attempt has started. Warns if too few are still pushed, where they could be."""
+    few = parts.routes.add(route, cause, are_pools_whole=_are_pools_whole(parts))
+    if few is not None:
+        parts.outbox.warn_of_few_pushes(few)
+
+
+def _are_pools_whole(parts: Parts) -> bool:
+    """Whether there are prefill pools, and as many workers of either role as the cluster file has."""
+    for role in Role:
+        num_replicas = sum(pool.replicas for pool in parts.config.pools if pool.role is role)
+        if not 1 <= num_replicas <= len(parts.workers.with_role(role)):
+            return False
+    return True
 
 
 def exclude_and_withdraw(parts: Parts, now_ns: int, request: Request, attempt: Attempt, reason: str) -> None:
@@ -141,7 +160,9 @@ def _start_local(parts: Parts, now_ns: int, request: Request, demand: Demand, pl
     _open(parts, request, attempt)
     attempt.decode.state = LegState.ACTIVE
     request.enter(Phase.LOCAL)
-    parts.outbox.to_worker(decode.id, RunLocal(attempt=attempt.attempt_id), body_of=request.request_id)
+    command = RunLocal(attempt=attempt.attempt_id, step_limit_ms=placement.step_limit_ms)
+    parts.outbox.to_worker(decode.id, command, body_of=request.request_id)
+    count_route(parts, placement.route, placement.cause)
     placed = Placed(
         epoch=parts.outbox.epoch,
         attempt=attempt.attempt_id,
@@ -149,6 +170,8 @@ def _start_local(parts: Parts, now_ns: int, request: Request, demand: Demand, pl
         decode=decode.hello.ref,
         queued_ms=(now_ns - request.queued_ns) / NS_PER_MS,
         reserved_ms=0.0,
+        route=placement.route,
+        why=placement.reason,
     )
     parts.outbox.to_front(request.front, placed)
 

@@ -57,10 +57,11 @@ def on_worker_hello(parts: Parts, now_ns: int, sender: WorkerId, message: Worker
     rebuilding.on_inventory(parts, now_ns, sender, message.inventory)
 
 
-def on_heartbeat(parts: Parts, sender: Worker, message: Heartbeat) -> None:
+def on_heartbeat(parts: Parts, now_ns: int, sender: Worker, message: Heartbeat) -> None:
     """Takes the worker's numbers. Whatever it keeps for an attempt that is not known here is to be released, unless
     somebody may still claim it."""
-    sender.hear(message.load)
+    sender.hear(message.load, (now_ns - sender.load_heard_ns) / NS_PER_MS)
+    sender.load_heard_ns = now_ns
     parts.leases.report(sender.id, message.leases)
     _hear_of_links(parts, sender, message.links)
     if message.is_leaving:

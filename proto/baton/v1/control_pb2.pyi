@@ -25,6 +25,25 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Route:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RouteEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Route.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ROUTE_UNSPECIFIED: _Route.ValueType  # 0
+    ROUTE_PUSHED: _Route.ValueType  # 1
+    ROUTE_LOCAL: _Route.ValueType  # 2
+    ROUTE_STAYED: _Route.ValueType  # 3
+
+class Route(_Route, metaclass=_RouteEnumTypeWrapper): ...
+
+ROUTE_UNSPECIFIED: Route.ValueType  # 0
+ROUTE_PUSHED: Route.ValueType  # 1
+ROUTE_LOCAL: Route.ValueType  # 2
+ROUTE_STAYED: Route.ValueType  # 3
+Global___Route: _TypeAlias = Route  # noqa: Y015
+
 class _Role:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -736,9 +755,14 @@ class Placed(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     QUEUED_MS_FIELD_NUMBER: _builtins.int
     RESERVED_MS_FIELD_NUMBER: _builtins.int
+    ROUTE_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     queued_ms: _builtins.float
     reserved_ms: _builtins.float
+    route: Global___Route.ValueType
+    why: _builtins.str
+    """Why it was placed so, in words."""
     @_builtins.property
     def attempt(self) -> Global___AttemptId: ...
     @_builtins.property
@@ -754,10 +778,12 @@ class Placed(_message.Message):
         decode: Global___WorkerRef | None = ...,
         queued_ms: _builtins.float = ...,
         reserved_ms: _builtins.float = ...,
+        route: Global___Route.ValueType = ...,
+        why: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "attempt", b"attempt", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "attempt", b"attempt", "decode", b"decode", "epoch", b"epoch", "prefill", b"prefill", "queued_ms", b"queued_ms", "reserved_ms", b"reserved_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "attempt", b"attempt", "decode", b"decode", "epoch", b"epoch", "prefill", b"prefill", "queued_ms", b"queued_ms", "reserved_ms", b"reserved_ms", "route", b"route", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
     _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
@@ -897,6 +923,8 @@ class WorkerLoad(_message.Message):
     PREFIX_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_CONTEXT_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    READING_MS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     waiting_prefill_tokens: _builtins.int
@@ -906,6 +934,8 @@ class WorkerLoad(_message.Message):
     prefix_query_tokens: _builtins.int
     prefix_hit_tokens: _builtins.int
     decode_context_token_ms: _builtins.float
+    chunk_token_ms: _builtins.float
+    reading_ms: _builtins.int
     @_builtins.property
     def blocks(self) -> _admin_pb2.BlockCounts: ...
     def __init__(
@@ -921,10 +951,12 @@ class WorkerLoad(_message.Message):
         prefix_query_tokens: _builtins.int = ...,
         prefix_hit_tokens: _builtins.int = ...,
         decode_context_token_ms: _builtins.float = ...,
+        chunk_token_ms: _builtins.float = ...,
+        reading_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "decode_base_ms", b"decode_base_ms", "decode_context_token_ms", b"decode_context_token_ms", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "step_ms_per_token", b"step_ms_per_token", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "chunk_token_ms", b"chunk_token_ms", "decode_base_ms", b"decode_base_ms", "decode_context_token_ms", b"decode_context_token_ms", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "reading_ms", b"reading_ms", "step_ms_per_token", b"step_ms_per_token", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1585,16 +1617,20 @@ class RunLocal(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    STEP_LIMIT_MS_FIELD_NUMBER: _builtins.int
+    step_limit_ms: _builtins.float
+    """Of steps that also write answers, while the prompt is read; 0 for no limit."""
     @_builtins.property
     def attempt(self) -> Global___AttemptId: ...
     def __init__(
         self,
         *,
         attempt: Global___AttemptId | None = ...,
+        step_limit_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "step_limit_ms", b"step_limit_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,180 @@
+"""What placement is asked, what it answers, and the rules of who may be taken at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
+from cluster.core.ids import Route, WorkerId
+from cluster.policy.break_even import HandOver
+from cluster.policy.costs import LinksLike, WorkerLike
+
+MAX_BACKLOG_CHUNKS: Final = 4
+"""A worker starts a prompt soon if it has at most so many chunks to read before it ..."""
+MAX_BACKLOG_PER_HELD_TOKEN: Final = 2
+"""... and so many tokens for each of the prompt's that are cached there."""
+EXPECTED_OUTPUT_TOKENS: Final = 256
+"""An answer is expected to be no longer than this; where it is, decode preempts as the last resort."""
+NEARLY: Final = 1.1
+"""Costs up to so many times the least count as equal to it: predictions are no better than that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a request needs.
+
+    Attributes:
+        num_tokens: to be read before the first token is drawn.
+        num_sequences: answers that are written at once. num_emitted: tokens that each is expected to have.
+        num_read_blocks: for the tokens and one more: what prefill takes.
+        num_kv_blocks: these, and one for each further answer: what is reserved.
+        num_expected_blocks: with the answers expected of it: what placement counts with.
+        block_size: tokens of a block.
+    """
+
+    num_tokens: int
+    num_sequences: int
+    num_emitted: int
+    num_read_blocks: int
+    num_kv_blocks: int
+    num_expected_blocks: int
+    block_size: int
+
+
+def demand_of(
+    num_tokens: int, num_tokens_left: int, block_size: int, *, num_choices: int = 1, num_unshared: int = 0
+) -> Demand:
+    """What a request needs that has `num_tokens` to be read and may emit `num_tokens_left` more.
+
+    With several choices, each emits so many. They share the tokens read, except for a part of the last block and
+    `num_unshared` tokens that all of them together have been given beyond.
+    """
+    num_emitted = max(1, min(num_tokens_left, EXPECTED_OUTPUT_TOKENS))
+    num_read_blocks = -(-(num_tokens + 1) // block_size)
+    num_others = num_choices - 1
+    num_own_tokens = num_others * (block_size - 1 + num_emitted) + num_unshared
+    return Demand(
+        num_tokens=num_tokens,
+        num_sequences=num_choices,
+        num_emitted=num_emitted,
+        num_read_blocks=num_read_blocks,
+        num_kv_blocks=num_read_blocks + num_others,
+        num_expected_blocks=-(-(num_tokens + num_emitted) // block_size) + -(-num_own_tokens // block_size),
+        block_size=block_size,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """The workers to choose from.
+
+    Attributes:
+        prefill, decode: of either role, those that hold most of the prompt first. Empty only where none is alive.
+        num_held_blocks: of the prompt's beginning, by worker, as far as is known (a hint); never with its last token.
+        links: between them.
+        rules: when a request takes another way than a push. hand_over: what a push has cost besides reading.
+    """
+
+    prefill: tuple[WorkerLike, ...]
+    decode: tuple[WorkerLike, ...]
+    num_held_blocks: Mapping[WorkerId, int]
+    links: LinksLike
+    rules: DisaggregationConfig = ALWAYS_PUSHED
+    hand_over: HandOver = field(default_factory=HandOver)
+
+
+class Cause(Enum):
+    """Why a request takes its way: a push is the rule, all else has one of few causes.
+
+    DECODE_FULL and DECODE_SLOW let it stay on prefill. All others have decode read it: BREAK_EVEN because that is
+    cheaper, FIXED because the cluster file says so of so short a prompt, the last three because it cannot be pushed.
+    """
+
+    RULE = "rule"
+    BREAK_EVEN = "break_even"
+    FIXED = "fixed"
+    DECODE_FULL = "decode_full"
+    DECODE_SLOW = "decode_slow"
+    NO_PREFILL = "no_prefill"
+    TOO_LARGE = "too_large"
+    TRANSFER_FAILED = "transfer_failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """`prefill` is None where `decode` reads the prompt itself; where the request stays, that is a prefill worker.
+
+    `num_uncached_tokens` are those that whoever reads it is expected to compute. `step_limit_ms`: what steps that also
+    write are to take at most while `decode` reads, 0 for no limit.
+    """
+
+    prefill: WorkerId | None
+    decode: WorkerId
+    num_uncached_tokens: int
+    reason: str
+    route: Route = Route.PUSHED
+    cause: Cause = Cause.RULE
+    step_limit_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Nothing can take the request now."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A worker that could take it: at what cost, and how heavy its load is (compared in order).
+
+    `predicted_ms`: time per output token of a decode worker; of a prefill worker the time until the prompt is read.
+    """
+
+    worker: WorkerLike
+    cost_ms: float
+    load: tuple[int, int]
+    num_uncached_tokens: int
+    predicted_ms: float
+
+
+def starts_soon(worker: WorkerLike, num_held_tokens: int = 0) -> bool:
+    """Whether a prompt of which so much is cached there would not wait long if it were given to it now."""
+    worth_tokens = MAX_BACKLOG_PER_HELD_TOKEN * num_held_tokens
+    return worker.backlog_tokens <= MAX_BACKLOG_CHUNKS * worker.chunk_tokens + worth_tokens
+
+
+def best(options: list[Option]) -> Option | None:
+    """The one with the lightest load of those that cost nearly the least."""
+    limit_ms = min((option.cost_ms for option in options), default=0.0) * NEARLY
+    return min(
+        (option for option in options if option.cost_ms <= limit_ms),
+        key=lambda option: (option.load, option.worker.id),
+        default=None,
+    )
+
+
+def has_room(worker: WorkerLike, num_blocks: int, num_sequences: int) -> bool:
+    """An idle worker takes anything that was admitted: it holds at least one sequence of maximum length."""
+    if worker.num_sequences == 0:
+        return True
+    has_blocks = worker.num_promised_blocks + num_blocks <= worker.num_total_blocks
+    return has_blocks and worker.num_sequences + num_sequences <= worker.max_running
+
+
+def writes(option: Option) -> str:
+    num_left = option.worker.num_total_blocks - option.worker.num_promised_blocks
+    return f"{option.worker.id} with {num_left} blocks left should write a token in {option.predicted_ms:.1f} ms"
+
+
+def may_read(demand: Demand, option: Option) -> bool:
+    """Whether the option's worker would begin with the prompt soon."""
+    return starts_soon(option.worker, demand.num_tokens - option.num_uncached_tokens)
+
+
+def reads(option: Option, demand: Demand) -> str:
+    worker = option.worker
+    return f"{worker.id} reads {option.num_uncached_tokens} of {demand.num_tokens} tokens after {worker.backlog_tokens}"

@@ -1,0 +1,140 @@
+"""The other ways that a request may take where both pools are there: read by decode, or written by prefill."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+from cluster.core.disaggregation import DisaggregationConfig
+from cluster.core.ids import Route, WorkerId
+from cluster.policy.break_even import (
+    STAY_GAIN,
+    LocalRead,
+    local_read,
+    staying_tpot_ms,
+    step_limit_ms,
+    why_not_staying,
+)
+from cluster.policy.costs import StepCosts, mean_ms_per_token, usual_costs
+from cluster.policy.decision import (
+    NEARLY,
+    Candidates,
+    Cause,
+    Demand,
+    Option,
+    Placement,
+    best,
+    has_room,
+    may_read,
+    reads,
+    writes,
+)
+
+
+def place_reading(
+    demand: Demand, candidates: Candidates, options: list[Option], readers: list[Option]
+) -> Placement | None:
+    """On a decode worker that reads the prompt itself, if the rules or the costs are for it.
+
+    Of decode workers, those that would write it more slowly than the best one pay for that here.
+    """
+    rules = candidates.rules
+    able = [option for option in options if may_read(demand, option)]
+    usual = _usual_of_decode(candidates)
+    if rules.max_local_tokens is not None:
+        option = best([option for option in able if option.num_uncached_tokens <= rules.max_local_tokens])
+        if option is None:
+            return None
+        limit_ms = step_limit_ms(option.worker, demand.block_size, usual, rules)
+        why = f"reads {option.num_uncached_tokens} tokens itself, {rules.max_local_tokens} may be"
+        return _reading(option, Cause.FIXED, f"{writes(option)}, and {why}", limit_ms)
+    if mean_ms_per_token(candidates.prefill) is None:
+        return None
+    pushed_ms = min((_pushed_ms(reader, candidates, usual) for reader in readers), default=inf)
+    least_token_ms = min(option.predicted_ms for option in options)
+    found: tuple[float, Option, LocalRead] | None = None
+    for option in able:
+        read = local_read(option.worker, option.num_uncached_tokens, demand.block_size, usual, rules)
+        if read is None:
+            continue
+        slower_ms = max(0.0, option.predicted_ms - NEARLY * least_token_ms) * demand.num_emitted
+        cost_ms = read.cost_ms + slower_ms
+        if cost_ms < pushed_ms and (found is None or (cost_ms, option.load, option.worker.id) < _rank(found)):
+            found = cost_ms, option, read
+    if found is None:
+        return None
+    cost_ms, option, read = found
+    why = (
+        f"reads {option.num_uncached_tokens} of {demand.num_tokens} tokens itself in {read.read_ms:.0f} ms, "
+        f"which costs all {cost_ms:.0f} ms, and a push {pushed_ms:.0f}"
+    )
+    return _reading(option, Cause.BREAK_EVEN, f"{writes(option)}, and {why}", read.step_limit_ms)
+
+
+def _rank(found: tuple[float, Option, LocalRead]) -> tuple[float, tuple[int, int], WorkerId]:
+    return found[0], found[1].load, found[1].worker.id
+
+
+def _reading(option: Option, cause: Cause, reason: str, limit_ms: float) -> Placement:
+    return Placement(
+        prefill=None,
+        decode=option.worker.id,
+        num_uncached_tokens=option.num_uncached_tokens,
+        reason=reason,
+        route=Route.LOCAL,
+        cause=cause,
+        step_limit_ms=limit_ms,
+    )
+
+
+def _pushed_ms(reader: Option, candidates: Candidates, usual: StepCosts) -> float:
+    """What a push from there costs all. No step is shorter than one that writes: it reads the same weights."""
+    hand_over = candidates.hand_over
+    at_least_ms = max(0.0, usual.decode_base_ms - reader.predicted_ms)
+    return hand_over.reserve_ms + reader.cost_ms + at_least_ms + hand_over.take_over_ms
+
+
+def place_staying(
+    demand: Demand, candidates: Candidates, readers: list[Option], why: str, decode: Option | None = None
+) -> Placement | None:
+    """On a prefill worker that also writes the answer, because of `why`. `decode`: what would write it, if anything."""
+    rules, block_size = candidates.rules, demand.block_size
+    if not rules.may_stay:
+        return None
+    usual = usual_costs(candidates.decode)
+    num_context_tokens = demand.num_expected_blocks * block_size
+    options = []
+    for reader in readers:
+        worker = reader.worker
+        token_ms = staying_tpot_ms(worker, num_context_tokens, block_size, usual)
+        if (
+            has_room(worker, demand.num_expected_blocks, demand.num_sequences)
+            and why_not_staying(worker, num_context_tokens, demand.num_sequences, block_size, usual) is None
+            and (decode is None or _is_much_slower(decode.predicted_ms, token_ms, rules))
+        ):
+            cost_ms = reader.cost_ms + demand.num_emitted * token_ms
+            options.append(replace(reader, cost_ms=cost_ms, predicted_ms=token_ms))
+    option = best(options)
+    if option is None:
+        return None
+    return Placement(
+        prefill=None,
+        decode=option.worker.id,
+        num_uncached_tokens=option.num_uncached_tokens,
+        reason=f"{why}: {reads(option, demand)}, and {writes(option)} itself",
+        route=Route.STAYED,
+        cause=Cause.DECODE_FULL if decode is None else Cause.DECODE_SLOW,
+    )
+
+
+def _is_much_slower(decode_ms: float, staying_ms: float, rules: DisaggregationConfig) -> bool:
+    """Whether decode's time per token is a reason to stay, both being measured."""
+    breaks_limit = rules.max_tpot_ms is not None and staying_ms <= rules.max_tpot_ms < decode_ms
+    return staying_ms > 0 and (decode_ms >= STAY_GAIN * staying_ms or breaks_limit)
+
+
+def _usual_of_decode(candidates: Candidates) -> StepCosts:
+    """Where no decode worker has read beside answers lately, a token counts what it costs prefill workers."""
+    usual = usual_costs(candidates.decode)
+    token_ms = usual.chunk_token_ms or mean_ms_per_token(candidates.prefill) or 0.0
+    return replace(usual, chunk_token_ms=token_ms)
