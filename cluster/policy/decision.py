@@ -5,66 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
 from cluster.core.ids import Route, WorkerId
 from cluster.policy.break_even import HandOver
 from cluster.policy.costs import LinksLike, WorkerLike
 
+if TYPE_CHECKING:  # which is built from it
+    from cluster.policy.placement import Demand
+
 MAX_BACKLOG_CHUNKS: Final = 4
 """A worker starts a prompt soon if it has at most so many chunks to read before it ..."""
 MAX_BACKLOG_PER_HELD_TOKEN: Final = 2
 """... and so many tokens for each of the prompt's that are cached there."""
-EXPECTED_OUTPUT_TOKENS: Final = 256
-"""An answer is expected to be no longer than this; where it is, decode preempts as the last resort."""
 NEARLY: Final = 1.1
 """Costs up to so many times the least count as equal to it: predictions are no better than that."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
-    """What a request needs.
-
-    Attributes:
-        num_tokens: to be read before the first token is drawn.
-        num_sequences: answers that are written at once. num_emitted: tokens that each is expected to have.
-        num_read_blocks: for the tokens and one more: what prefill takes.
-        num_kv_blocks: these, and one for each further answer: what is reserved.
-        num_expected_blocks: with the answers expected of it: what placement counts with.
-        block_size: tokens of a block.
-    """
-
-    num_tokens: int
-    num_sequences: int
-    num_emitted: int
-    num_read_blocks: int
-    num_kv_blocks: int
-    num_expected_blocks: int
-    block_size: int
-
-
-def demand_of(
-    num_tokens: int, num_tokens_left: int, block_size: int, *, num_choices: int = 1, num_unshared: int = 0
-) -> Demand:
-    """What a request needs that has `num_tokens` to be read and may emit `num_tokens_left` more.
-
-    With several choices, each emits so many. They share the tokens read, except for a part of the last block and
-    `num_unshared` tokens that all of them together have been given beyond.
-    """
-    num_emitted = max(1, min(num_tokens_left, EXPECTED_OUTPUT_TOKENS))
-    num_read_blocks = -(-(num_tokens + 1) // block_size)
-    num_others = num_choices - 1
-    num_own_tokens = num_others * (block_size - 1 + num_emitted) + num_unshared
-    return Demand(
-        num_tokens=num_tokens,
-        num_sequences=num_choices,
-        num_emitted=num_emitted,
-        num_read_blocks=num_read_blocks,
-        num_kv_blocks=num_read_blocks + num_others,
-        num_expected_blocks=-(-(num_tokens + num_emitted) // block_size) + -(-num_own_tokens // block_size),
-        block_size=block_size,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
+from typing import TYPE_CHECKING
 
 from cluster.core.disaggregation import DisaggregationConfig
 from cluster.core.ids import Route, WorkerId
@@ -20,7 +21,6 @@ from cluster.policy.decision import (
     NEARLY,
     Candidates,
     Cause,
-    Demand,
     Option,
     Placement,
     best,
@@ -29,6 +29,9 @@ from cluster.policy.decision import (
     reads,
     writes,
 )
+
+if TYPE_CHECKING:  # which calls this
+    from cluster.policy.placement import Demand
 
 
 def place_reading(

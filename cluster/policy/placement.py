@@ -15,20 +15,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from cluster.core.ids import Route, WorkerId
 from cluster.policy.costs import StepCosts, WorkerLike, push_ms, read_ms, tpot_ms, usual_costs
 from cluster.policy.decision import (
-    EXPECTED_OUTPUT_TOKENS,
     Candidates,
     Cause,
-    Demand,
     Option,
     Placement,
     Wait,
     best,
-    demand_of,
     has_room,
     may_read,
     reads,
@@ -44,6 +42,55 @@ READING_WEIGHT: Final = 3
 wait. Without it busy holders are passed over too readily, and what they hold is computed again."""
 MAX_RESERVED_PERCENT: Final = 75
 """A reservation of a larger share of a decode worker's blocks than this is never granted: it is read there instead."""
+EXPECTED_OUTPUT_TOKENS: Final = 256
+"""An answer is expected to be no longer than this; where it is, decode preempts as the last resort."""
+TYPICAL_ANSWER_TOKENS: Final = 128
+"""For the break-even that operators are shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a request needs.
+
+    Attributes:
+        num_tokens: to be read before the first token is drawn.
+        num_sequences: answers that are written at once. num_emitted: tokens that each is expected to have.
+        num_read_blocks: for the tokens and one more: what prefill takes.
+        num_kv_blocks: these, and one for each further answer: what is reserved.
+        num_expected_blocks: with the answers expected of it: what placement counts with.
+        block_size: tokens of a block.
+    """
+
+    num_tokens: int
+    num_sequences: int
+    num_emitted: int
+    num_read_blocks: int
+    num_kv_blocks: int
+    num_expected_blocks: int
+    block_size: int
+
+
+def demand_of(
+    num_tokens: int, num_tokens_left: int, block_size: int, *, num_choices: int = 1, num_unshared: int = 0
+) -> Demand:
+    """What a request needs that has `num_tokens` to be read and may emit `num_tokens_left` more.
+
+    With several choices, each emits so many. They share the tokens read, except for a part of the last block and
+    `num_unshared` tokens that all of them together have been given beyond.
+    """
+    num_emitted = max(1, min(num_tokens_left, EXPECTED_OUTPUT_TOKENS))
+    num_read_blocks = -(-(num_tokens + 1) // block_size)
+    num_others = num_choices - 1
+    num_own_tokens = num_others * (block_size - 1 + num_emitted) + num_unshared
+    return Demand(
+        num_tokens=num_tokens,
+        num_sequences=num_choices,
+        num_emitted=num_emitted,
+        num_read_blocks=num_read_blocks,
+        num_kv_blocks=num_read_blocks + num_others,
+        num_expected_blocks=-(-(num_tokens + num_emitted) // block_size) + -(-num_own_tokens // block_size),
+        block_size=block_size,
+    )
 
 
 def place(
@@ -94,7 +141,7 @@ def break_even_tokens(candidates: Candidates, block_size: int, most: int) -> int
         return 0
 
     def is_pushed(num_tokens: int) -> bool:
-        decision = place(demand_of(num_tokens, EXPECTED_OUTPUT_TOKENS, block_size), candidates, {})
+        decision = place(demand_of(num_tokens, TYPICAL_ANSWER_TOKENS, block_size), candidates, {})
         return not (isinstance(decision, Placement) and decision.cause in (Cause.BREAK_EVEN, Cause.FIXED))
 
     return bisect_left(range(1, most + 1), True, key=is_pushed)
