@@ -170,7 +170,7 @@ def summary(answer: Answer) -> str:
     parts = [
         f"{ending} after {done.num_attempts} attempts" if done.num_attempts > 1 else ending,
         f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} written",
-        f"{done.prefill_worker} -> {done.decode_worker}" if done.prefill_worker else done.decode_worker,
+        f"{done.prefill_worker} -> {done.decode_worker}" if done.prefill_worker else _alone(done),
     ]
     if done.kv.bytes:
         parts.append(f"{format_bytes(done.kv.bytes)} of KV over {done.kv.transport}")
@@ -180,6 +180,11 @@ def summary(answer: Answer) -> str:
         parts.append(f"{(usage.completion_tokens - 1) * 1e3 / done.timeline.decode_ms:.1f} tokens/s")
     parts.append(f"request {answer.request_id}")
     return "; ".join(parts)
+
+
+def _alone(done: inference_pb2.Done) -> str:
+    """One worker did everything."""
+    return f"{done.decode_worker} ({done.route})" if done.route else done.decode_worker
 
 
 def _text_of(option: str, given: str) -> str:

@@ -94,6 +94,7 @@ class Answer:
                 "cached_tokens": _if_set(done.usage, "cached_tokens"),
                 "completion_tokens": done.usage.completion_tokens or num_tokens,
             },
+            "route": {"taken": done.route or None, "reason": done.route_reason or None},
             "workers": {"prefill": done.prefill_worker or None, "decode": done.decode_worker or None},
             "kv": {"bytes": _if_set(done.kv, "bytes"), "transport": done.kv.transport or None},
             "timeline_ms": {name: None if value is None else round(value, 3) for name, value in timeline.items()},

@@ -44,6 +44,8 @@ def status_json(status: admin_pb2.GetStatusResponse) -> dict[str, Any]:
             }
             for link in status.links
         ],
+        "routes": _routes_json(status.routes) if status.HasField("routes") else None,
+        "metrics_address": status.metrics_address,
     }
 
 
@@ -64,6 +66,8 @@ def status_text(status: admin_pb2.GetStatusResponse) -> str:
         del lines[: len(pool.workers)]
     if status.links:
         parts.append(_links_text(status))
+    if status.HasField("routes"):
+        parts.append(_routes_text(status.routes))
     return "\n\n".join(parts)
 
 
@@ -119,6 +123,39 @@ def _links_text(status: admin_pb2.GetStatusResponse) -> str:
             text = slow_link_text(writer, peer, link.transport, link.bandwidth_bytes_per_s, link.median_bytes_per_s)
             warnings.append(f"warning: {text}")
     return "\n".join([format_table(_LINK_HEADER, rows), *warnings])
+
+
+def _routes_json(routes: admin_pb2.RoutesStatus) -> dict[str, Any]:
+    return {
+        "counts": [{"route": count.route, "cause": count.cause, "count": count.count} for count in routes.counts],
+        "recent": routes.num_recent,
+        "pushed_share": routes.pushed_share if routes.HasField("pushed_share") else None,
+        "local_up_to_tokens": routes.local_up_to_tokens,
+        "reserve_ms": routes.reserve_ms,
+        "take_over_ms": routes.take_over_ms,
+        "warning": routes.warning or None,
+    }
+
+
+def _routes_text(routes: admin_pb2.RoutesStatus) -> str:
+    """How many requests took which way and why, then what decides it now, then the warning if there is one."""
+    lines = []
+    if routes.counts:
+        lines.append("requests: " + ", ".join(_route_part(count) for count in routes.counts))
+        lines[0] += f"; of the last {routes.num_recent}, {routes.pushed_share:.0%} pushed"
+    else:
+        lines.append("requests: none yet")
+    if routes.local_up_to_tokens:
+        lines.append(f"a prompt of up to {routes.local_up_to_tokens} uncached tokens would be read by decode now")
+    else:
+        lines.append("every prompt that is cached nowhere would be pushed now")
+    if routes.warning:
+        lines.append(f"warning: {routes.warning}")
+    return "\n".join(lines)
+
+
+def _route_part(count: admin_pb2.RouteCount) -> str:
+    return f"{count.count} {count.route}" if count.cause == "rule" else f"{count.count} {count.route} ({count.cause})"
 
 
 def _engine_part(engines: list[str]) -> str:

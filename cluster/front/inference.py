@@ -242,6 +242,8 @@ def _done(spec: RequestSpec, end: End) -> inference_pb2.Done:
         timeline=_timeline(report),
         seed=spec.body.sampling.seed,
         num_attempts=report.num_attempts,
+        route=report.route,
+        route_reason=report.route_reason,
     )
 
 

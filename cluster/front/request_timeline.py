@@ -21,11 +21,12 @@ class RequestReport:
         decode_ms: from the first delivered token to the last.
         handover_gap_ms: in the last attempt, the gap before the second token less the median of the later gaps, of
             the answer that came first; None where no hand-over took place or no gap follows it.
-        prefill_worker, decode_worker: names of the last attempt's workers; prefill is empty where decode read the
-            prompt, both where the request was never placed.
+        prefill_worker, decode_worker: names of the last attempt's workers; prefill is empty where one worker did
+            everything, both where the request was never placed.
         num_cached_tokens: prompt tokens whose KV was found in a prefix cache; None while no worker has said.
         kv_bytes, kv_early_bytes: None unless decode has said that it took the KV over, or reads the prompt itself.
         num_attempts: attempts that ran.
+        route, route_reason: which way the last attempt took, and why; empty where the request was never placed.
     """
 
     num_output_tokens: int
@@ -43,6 +44,8 @@ class RequestReport:
     first_token_ms: float | None
     decode_ms: float | None
     handover_gap_ms: float | None
+    route: str = ""
+    route_reason: str = ""
 
 
 class TimelineRecorder:
@@ -105,6 +108,8 @@ class TimelineRecorder:
             first_token_ms=_elapsed_ms(self._start_ns, self._first_token_ns),
             decode_ms=_elapsed_ms(self._first_token_ns, self._last_token_ns),
             handover_gap_ms=self._handover_gap_ms(),
+            route=placed.route.value if placed else "",
+            route_reason=placed.why if placed else "",
         )
 
     def _handover_gap_ms(self) -> float | None:

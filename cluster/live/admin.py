@@ -6,16 +6,19 @@ from typing import Final
 
 from baton.v1 import admin_pb2
 from cluster.core.config import ClusterConfig, PoolConfig
+from cluster.core.ids import Role
 from cluster.core.limits import NS_PER_S
 from cluster.core.links import Link
 from cluster.core.messages import BlockCounts
-from cluster.core.views import ClusterView, LeaseView, PoolView, WorkerView
+from cluster.core.views import ClusterView, LeaseView, PoolView, RoutesView, WorkerView
 
 STATE_DOWN: Final = "down"
 """A worker that should be there and is not: it has not registered yet, or its last life was given up."""
 
 
-def status_response(config: ClusterConfig, view: ClusterView, uptime_ns: int) -> admin_pb2.GetStatusResponse:
+def status_response(
+    config: ClusterConfig, view: ClusterView, uptime_ns: int, metrics_address: str = ""
+) -> admin_pb2.GetStatusResponse:
     return admin_pb2.GetStatusResponse(
         cluster=view.name,
         model=_model_name(config, view),
@@ -26,6 +29,8 @@ def status_response(config: ClusterConfig, view: ClusterView, uptime_ns: int) ->
         num_fronts=len(view.fronts),
         uptime_s=uptime_ns / NS_PER_S,
         links=[_link_status(link) for link in view.links],
+        routes=_routes_status(view.routes) if any(pool.role is Role.PREFILL for pool in config.pools) else None,
+        metrics_address=metrics_address,
     )
 
 
@@ -87,6 +92,21 @@ def _link_status(link: Link) -> admin_pb2.LinkStatus:
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
         median_bytes_per_s=link.median_bytes_per_s,
         is_slow=link.is_slow,
+    )
+
+
+def _routes_status(routes: RoutesView) -> admin_pb2.RoutesStatus:
+    return admin_pb2.RoutesStatus(
+        counts=[
+            admin_pb2.RouteCount(route=route.value, cause=cause.value, count=number)
+            for route, cause, number in routes.counts
+        ],
+        num_recent=routes.num_recent,
+        pushed_share=routes.pushed_share,
+        local_up_to_tokens=routes.local_up_to_tokens,
+        reserve_ms=routes.hand_over.reserve_ms,
+        take_over_ms=routes.hand_over.take_over_ms,
+        warning="" if routes.few is None else str(routes.few),
     )
 
 

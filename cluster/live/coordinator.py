@@ -30,10 +30,12 @@ from cluster.live.driver import Driver
 from cluster.live.environment import DISTRIBUTION
 from cluster.live.hosted_loop import OnReady
 from cluster.live.journal import Journal, JournalSettings
+from cluster.live.metrics import CoordinatorMetrics
 from cluster.live.program_host import log_to_stderr
 from cluster.live.services import AdminService, ControlService
 from cluster.live.worker_reaper import EndRemote, WorkerReaper
 from cluster.wire.channels import LOOPBACK, PortInUseError, bind, make_server
+from cluster.wire.metrics_server import MetricsServer
 
 logger = logging.getLogger(__name__)
 
@@ -68,27 +70,30 @@ async def run_coordinator(
         end_remote: ends workers of other hosts that were given up; None: nobody does.
 
     Raises:
-        PortInUseError: host:port cannot be listened on.
+        PortInUseError: host:port, or that of the metrics page, cannot be listened on.
         Exception: what ClusterState raised, which is a bug; the process should end and start anew.
     """
     reaper = WorkerReaper() if end_remote is None else WorkerReaper(end_remote)
     state = ClusterState(settings.config, epoch=settings.epoch)
     driver = Driver(state, reaper.end, journal=_open_journal(settings, state))
+    metrics = MetricsServer(settings.config.metrics.host, settings.config.metrics.coordinator_port)
     server = make_server()
     control_pb2_grpc.add_CoordinatorServicer_to_server(ControlService(driver, reaper, settings.epoch), server)
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(driver, settings.config), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(driver, settings.config, metrics.address), server)
     health_service = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
     service_names = [file.services_by_name[name].full_name for file, name in _SERVICES]
     reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    port = bind(server, settings.host, settings.port)
-    await server.start()
     try:
+        port = bind(server, settings.host, settings.port)
+        await server.start()
+        await metrics.start(CoordinatorMetrics(driver).measure)
         for name in ["", *service_names]:
             await health_service.set(name, health_pb2.HealthCheckResponse.SERVING)
         on_ready(f"{settings.host}:{port}")
         await _until_stopped(stop, driver.failure)
     finally:
+        await metrics.close()
         driver.close()
         await server.stop(STOP_GRACE_S)
         reaper.close()

@@ -125,14 +125,16 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
 class AdminService(admin_pb2_grpc.AdminServicer):
     """What runs where, and who holds what, as ClusterState sees it."""
 
-    def __init__(self, driver: Driver, config: ClusterConfig) -> None:
+    def __init__(self, driver: Driver, config: ClusterConfig, metrics_address: str) -> None:
         self._driver = driver
         self._config = config
+        self._metrics_address = metrics_address
         self._started_ns = driver.now_ns()
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
         now_ns = self._driver.now_ns()
-        return status_response(self._config, self._driver.state.status(now_ns), now_ns - self._started_ns)
+        view = self._driver.state.status(now_ns)
+        return status_response(self._config, view, now_ns - self._started_ns, self._metrics_address)
 
     async def GetLeases(self, request: admin_pb2.GetLeasesRequest, context: Context) -> admin_pb2.GetLeasesResponse:
         return leases_response(self._driver.state.leases(self._driver.now_ns()))

@@ -46,6 +46,8 @@ class GetStatusResponse(_message.Message):
     NUM_FRONTS_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
+    ROUTES_FIELD_NUMBER: _builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     model: _builtins.str
     epoch: _builtins.int
@@ -55,11 +57,17 @@ class GetStatusResponse(_message.Message):
     """Requests placed on workers."""
     num_fronts: _builtins.int
     uptime_s: _builtins.float
+    metrics_address: _builtins.str
+    """host:port of the coordinator's Prometheus page (/metrics)."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolStatus]: ...
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkStatus]:
         """The connections over which workers push KV, by writer and peer."""
+
+    @_builtins.property
+    def routes(self) -> Global___RoutesStatus:
+        """Unset where there is no prefill pool."""
 
     def __init__(
         self,
@@ -73,14 +81,96 @@ class GetStatusResponse(_message.Message):
         num_fronts: _builtins.int = ...,
         uptime_s: _builtins.float = ...,
         links: _abc.Iterable[Global___LinkStatus] | None = ...,
+        routes: Global___RoutesStatus | None = ...,
+        metrics_address: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["routes", b"routes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "epoch", b"epoch", "links", b"links", "model", b"model", "num_fronts", b"num_fronts", "num_queued", b"num_queued", "num_running", b"num_running", "pools", b"pools", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "epoch", b"epoch", "links", b"links", "metrics_address", b"metrics_address", "model", b"model", "num_fronts", b"num_fronts", "num_queued", b"num_queued", "num_running", b"num_running", "pools", b"pools", "routes", b"routes", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class RoutesStatus(_message.Message):
+    """Which ways requests take: "pushed" from prefill to decode, "local" (decode reads the prompt itself) or "stayed" (prefill
+    writes the answer itself). Attempts are counted.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNTS_FIELD_NUMBER: _builtins.int
+    NUM_RECENT_FIELD_NUMBER: _builtins.int
+    PUSHED_SHARE_FIELD_NUMBER: _builtins.int
+    LOCAL_UP_TO_TOKENS_FIELD_NUMBER: _builtins.int
+    RESERVE_MS_FIELD_NUMBER: _builtins.int
+    TAKE_OVER_MS_FIELD_NUMBER: _builtins.int
+    WARNING_FIELD_NUMBER: _builtins.int
+    num_recent: _builtins.int
+    """The last placements, and the share of them that were pushed; unset while there is none."""
+    pushed_share: _builtins.float
+    local_up_to_tokens: _builtins.int
+    """The longest prompt, cached nowhere, that decode would read itself if it came now."""
+    reserve_ms: _builtins.float
+    """What a push costs a request besides reading: until decode has reserved, and from the first token until decode has
+    the KV. Medians, 0 while unmeasured.
+    """
+    take_over_ms: _builtins.float
+    warning: _builtins.str
+    """Set while hardly anything is pushed although both pools are whole."""
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteCount]:
+        """Of this life of the coordinator."""
+
+    def __init__(
+        self,
+        *,
+        counts: _abc.Iterable[Global___RouteCount] | None = ...,
+        num_recent: _builtins.int = ...,
+        pushed_share: _builtins.float | None = ...,
+        local_up_to_tokens: _builtins.int = ...,
+        reserve_ms: _builtins.float = ...,
+        take_over_ms: _builtins.float = ...,
+        warning: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_pushed_share", b"_pushed_share", "pushed_share", b"pushed_share"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pushed_share", b"_pushed_share", "counts", b"counts", "local_up_to_tokens", b"local_up_to_tokens", "num_recent", b"num_recent", "pushed_share", b"pushed_share", "reserve_ms", b"reserve_ms", "take_over_ms", b"take_over_ms", "warning", b"warning"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__pushed_share: _TypeAlias = _typing.Literal["pushed_share"]  # noqa: Y015
+    _WhichOneofArgType__pushed_share: _TypeAlias = _typing.Literal["_pushed_share", b"_pushed_share"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pushed_share) -> _WhichOneofReturnType__pushed_share | None: ...
+
+Global___RoutesStatus: _TypeAlias = RoutesStatus  # noqa: Y015
+
+@_typing.final
+class RouteCount(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTE_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    route: _builtins.str
+    cause: _builtins.str
+    """"rule" of all that is pushed. "break_even", "fixed", "no_prefill", "too_large", "transfer_failed" of what decode
+    reads; "decode_full", "decode_slow" of what stays.
+    """
+    count: _builtins.int
+    def __init__(
+        self,
+        *,
+        route: _builtins.str = ...,
+        cause: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "count", b"count", "route", b"route"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouteCount: _TypeAlias = RouteCount  # noqa: Y015
 
 @_typing.final
 class LinkStatus(_message.Message):

@@ -490,19 +490,26 @@ class Done(_message.Message):
     TIMELINE_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     NUM_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    ROUTE_FIELD_NUMBER: _builtins.int
+    ROUTE_REASON_FIELD_NUMBER: _builtins.int
     outcome: Global___Outcome.ValueType
     """After every outcome but STOP and LENGTH the call ends with an error status. Of several choices: LENGTH if one of them
     ended so.
     """
     prefill_worker: _builtins.str
-    """Names of the workers that served the last attempt; prefill is empty where decode read the prompt itself, both are
-    where the request was never placed.
+    """Names of the workers that served the last attempt; prefill is empty where one worker did everything, both are where
+    the request was never placed.
     """
     decode_worker: _builtins.str
     seed: _builtins.int
     """The seed in use, for running the request again."""
     num_attempts: _builtins.int
     """How many attempts it took; 1 unless a worker or a transfer failed, 0 if it was never placed."""
+    route: _builtins.str
+    """Which way the last attempt took: "pushed", "local" (decode read the prompt itself) or "stayed" (prefill wrote the
+    answer, and is named as decode_worker), and why, in words. Empty where the request was never placed.
+    """
+    route_reason: _builtins.str
     @_builtins.property
     def usage(self) -> Global___Usage: ...
     @_builtins.property
@@ -520,10 +527,12 @@ class Done(_message.Message):
         timeline: Global___Timeline | None = ...,
         seed: _builtins.int = ...,
         num_attempts: _builtins.int = ...,
+        route: _builtins.str = ...,
+        route_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "timeline", b"timeline", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "kv", b"kv", "num_attempts", b"num_attempts", "outcome", b"outcome", "prefill_worker", b"prefill_worker", "seed", b"seed", "timeline", b"timeline", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "kv", b"kv", "num_attempts", b"num_attempts", "outcome", b"outcome", "prefill_worker", b"prefill_worker", "route", b"route", "route_reason", b"route_reason", "seed", b"seed", "timeline", b"timeline", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
