@@ -85,10 +85,10 @@ class StepCosts:
             self._num_prefill_steps += 1
             if self._num_prefill_steps > NUM_WARM_UP_STEPS:
                 decode_ns = int(median(self._decode_ns)) if num_decoding and self._decode_ns else 0
-                token_ns = max(0, duration_ns - decode_ns) / num_prefill_tokens
-                self._prefill_token_ns.append(token_ns)
-                if decode_ns:
-                    self._chunk_token_ns.append(token_ns)
+                self._prefill_token_ns.append(max(0, duration_ns - decode_ns) / num_prefill_tokens)
+                if self._decode_ns:
+                    without_ns = decode_ns or self.decode_base_ms * NS_PER_MS
+                    self._chunk_token_ns.append(max(0.0, duration_ns - without_ns) / num_prefill_tokens)
                     self._last_chunk_step = self.num_steps
 
     @property
@@ -97,7 +97,8 @@ class StepCosts:
 
     @property
     def chunk_token_ms(self) -> float:
-        """What each prompt token adds to a step that writes answers as well."""
+        """What each prompt token adds to a step that writes answers as well. One that only reads has the same fixed
+        part: it reads the same weights."""
         is_fresh = self._chunk_token_ns and self.num_steps - self._last_chunk_step <= MAX_CHUNK_AGE_STEPS
         return median(self._chunk_token_ns) / NS_PER_MS if is_fresh else 0.0
 

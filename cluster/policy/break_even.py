@@ -46,12 +46,12 @@ class LocalRead:
     """A prompt read on a decode worker.
 
     Attributes:
-        read_ms: until its first token. cost_ms: with what the answers there wait for it.
+        read_ms: until its first token. held_up_ms: what the answers there wait for it, in all.
         step_limit_ms: of a step that also writes, meanwhile; 0 for none.
     """
 
     read_ms: float
-    cost_ms: float
+    held_up_ms: float
     step_limit_ms: float
 
 
@@ -86,8 +86,8 @@ def local_read(
             return None
         chunk = min(chunk, chunk_within(limit_ms, step_ms, token_ms, block_size))
     read_ms = -(-num_to_read // chunk) * step_ms + num_to_read * token_ms
-    held_up_ms = worker.num_sequences * num_tokens * token_ms
-    return LocalRead(read_ms=read_ms, cost_ms=read_ms + held_up_ms, step_limit_ms=limit_ms)
+    held_up_ms = max(1, worker.num_sequences) * num_tokens * token_ms  # on an idle one, by whoever comes meanwhile
+    return LocalRead(read_ms=read_ms, held_up_ms=held_up_ms, step_limit_ms=limit_ms)
 
 
 def staying_tpot_ms(worker: WorkerLike, num_context_tokens: int, block_size: int, usual: StepCosts) -> float:

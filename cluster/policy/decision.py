@@ -19,6 +19,9 @@ MAX_BACKLOG_CHUNKS: Final = 4
 """A worker starts a prompt soon if it has at most so many chunks to read before it ..."""
 MAX_BACKLOG_PER_HELD_TOKEN: Final = 2
 """... and so many tokens for each of the prompt's that are cached there."""
+READING_WEIGHT: Final = 3
+"""What is read keeps a worker from the prompts of others: each token counts so many times besides the request's own
+wait. Without it busy holders are passed over too readily, and what they hold is computed again."""
 NEARLY: Final = 1.1
 """Costs up to so many times the least count as equal to it: predictions are no better than that."""
 

@@ -19,6 +19,7 @@ from cluster.policy.break_even import (
 from cluster.policy.costs import StepCosts, mean_ms_per_token, usual_costs
 from cluster.policy.decision import (
     NEARLY,
+    READING_WEIGHT,
     Candidates,
     Cause,
     Option,
@@ -51,7 +52,8 @@ def place_reading(
         limit_ms = step_limit_ms(option.worker, demand.block_size, usual, rules)
         why = f"reads {option.num_uncached_tokens} tokens itself, {rules.max_local_tokens} may be"
         return _reading(option, Cause.FIXED, f"{writes(option)}, and {why}", limit_ms)
-    if mean_ms_per_token(candidates.prefill) is None:
+    reading_ms_per_token = mean_ms_per_token(candidates.prefill)
+    if reading_ms_per_token is None:
         return None
     pushed_ms = min((_pushed_ms(reader, candidates, usual) for reader in readers), default=inf)
     least_token_ms = min(option.predicted_ms for option in options)
@@ -61,7 +63,8 @@ def place_reading(
         if read is None:
             continue
         slower_ms = max(0.0, option.predicted_ms - NEARLY * least_token_ms) * demand.num_emitted
-        cost_ms = read.cost_ms + slower_ms
+        others_ms = READING_WEIGHT * option.num_uncached_tokens * reading_ms_per_token
+        cost_ms = read.read_ms + read.held_up_ms + slower_ms + others_ms
         if cost_ms < pushed_ms and (found is None or (cost_ms, option.load, option.worker.id) < _rank(found)):
             found = cost_ms, option, read
     if found is None:
@@ -91,10 +94,11 @@ def _reading(option: Option, cause: Cause, reason: str, limit_ms: float) -> Plac
 
 
 def _pushed_ms(reader: Option, candidates: Candidates, usual: StepCosts) -> float:
-    """What a push from there costs all. No step is shorter than one that writes: it reads the same weights."""
+    """What a push from there costs all. Of a short prompt a step is mostly what it costs whatever is in it."""
     hand_over = candidates.hand_over
-    at_least_ms = max(0.0, usual.decode_base_ms - reader.predicted_ms)
-    return hand_over.reserve_ms + reader.cost_ms + at_least_ms + hand_over.take_over_ms
+    step_ms = usual.decode_base_ms + reader.num_uncached_tokens * usual.chunk_token_ms
+    more_ms = max(0.0, step_ms - reader.predicted_ms)
+    return hand_over.reserve_ms + reader.cost_ms + more_ms + hand_over.take_over_ms
 
 
 def place_staying(
@@ -137,7 +141,11 @@ def _is_much_slower(decode_ms: float, staying_ms: float, rules: DisaggregationCo
 
 
 def _usual_of_decode(candidates: Candidates) -> StepCosts:
-    """Where no decode worker has read beside answers lately, a token counts what it costs prefill workers."""
+    """Where no decode worker has read anything lately, a token counts what it costs prefill workers, less its share of
+    what a step costs whatever is in it."""
     usual = usual_costs(candidates.decode)
-    token_ms = usual.chunk_token_ms or mean_ms_per_token(candidates.prefill) or 0.0
-    return replace(usual, chunk_token_ms=token_ms)
+    if usual.chunk_token_ms:
+        return usual
+    measured = [worker for worker in candidates.prefill if worker.ms_per_token > 0]
+    costs_ms = [max(0.0, worker.ms_per_token - usual.decode_base_ms / worker.chunk_tokens) for worker in measured]
+    return replace(usual, chunk_token_ms=sum(costs_ms) / max(1, len(costs_ms)))

@@ -21,6 +21,7 @@ from typing import Final
 from cluster.core.ids import Route, WorkerId
 from cluster.policy.costs import StepCosts, WorkerLike, push_ms, read_ms, tpot_ms, usual_costs
 from cluster.policy.decision import (
+    READING_WEIGHT,
     Candidates,
     Cause,
     Option,
@@ -37,9 +38,6 @@ from cluster.policy.other_ways import place_reading, place_staying
 
 __all__ = ["Candidates", "Demand", "Placement", "Wait", "break_even_tokens", "demand_of", "place"]
 
-READING_WEIGHT: Final = 3
-"""What is read keeps a worker from the prompts of others: each token counts so many times besides the request's own
-wait. Without it busy holders are passed over too readily, and what they hold is computed again."""
 MAX_RESERVED_PERCENT: Final = 75
 """A reservation of a larger share of a decode worker's blocks than this is never granted: it is read there instead."""
 EXPECTED_OUTPUT_TOKENS: Final = 256

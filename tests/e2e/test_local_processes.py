@@ -24,6 +24,7 @@ pools:
   - {name: p, role: prefill, kv_memory: 16MiB}
   - {name: d, role: decode, kv_memory: 32MiB}
 front: {port: PORT}
+disaggregation: {local_prefill: never, stay: never}
 """
 CALLER = f"""\
 import os, time

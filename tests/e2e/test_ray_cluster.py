@@ -34,6 +34,7 @@ pools:
   - {{name: p, role: prefill, kv_memory: 16MiB}}
   - {{name: d, role: decode, kv_memory: 32MiB}}
 front: {{port: {port}}}
+disaggregation: {{local_prefill: never, stay: never}}  # which way requests take must not depend on measurements
 """
 
 pytestmark = pytest.mark.timeout(600)

@@ -37,6 +37,7 @@ model: {{path: {model}, dtype: float32}}
 pools:
   - {{name: prefill, role: prefill, kv_blocks: 200}}
   - {{name: decode, role: decode, kv_blocks: 200}}
+disaggregation: {{local_prefill: never, stay: never}}
 """
 
 
