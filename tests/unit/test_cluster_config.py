@@ -18,6 +18,7 @@ from cluster.core.config import (
     parse_cluster_config,
 )
 from cluster.core.config_reader import KeyPath
+from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
 from cluster.core.errors import ConfigError
 from cluster.core.ids import Role
 from kv_transfer.protocol.limits import PushLimits
@@ -248,3 +249,52 @@ def test_seconds_are_as_many_as_can_be_waited_for(seconds: float) -> None:
     for key in ("queue_timeout_s", "heartbeat_timeout_s", "lease_ttl_s"):
         error = _refusal(coordinator={key: seconds})
         assert error.path == f"coordinator.{key}" and error.expected.endswith("to 3600")
+
+
+# ---- disaggregation -------------------------------------------------------------------------------------------
+
+
+def test_the_break_even_decides_unless_the_file_does() -> None:
+    assert _parse(MINIMAL).disaggregation == DisaggregationConfig(max_local_tokens=None, may_stay=True)
+    never = {"local_prefill": "never", "stay": "never"}
+    assert _parse({**MINIMAL, "disaggregation": never}).disaggregation == ALWAYS_PUSHED
+    fixed = {"local_prefill": 64, "stay": "auto", "max_tpot_ms": 40}
+    expected = DisaggregationConfig(max_local_tokens=64, may_stay=True, max_tpot_ms=40.0)
+    assert _parse({**MINIMAL, "disaggregation": fixed}).disaggregation == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "path", "found", "expected", "hint"),
+    [
+        (
+            {"local_prefill": "nevr"},
+            "local_prefill",
+            "'nevr' (text)",
+            "one of auto, never, or an integer from 1 to",
+            "never",
+        ),
+        ({"local_prefill": 0}, "local_prefill", "0 (integer)", "one of auto, never, or an integer from 1 to", ""),
+        ({"local_prefill": True}, "local_prefill", "True (true/false)", "one of auto, never, or an integer", ""),
+        ({"stay": "always"}, "stay", "'always' (text)", "one of auto, never", ""),
+        ({"max_tpot_ms": 0}, "max_tpot_ms", "0 (integer)", "a number from 0.01 to 60000", ""),
+        (
+            {"max_tpot": 30},
+            "max_tpot",
+            "the unknown key 'max_tpot'",
+            "one of local_prefill, stay, max_tpot_ms",
+            "max_tpot_ms",
+        ),
+    ],
+)
+def test_what_the_section_does_not_take(
+    section: dict[str, Any], path: str, found: str, expected: str, hint: str
+) -> None:
+    error = _refusal(disaggregation=section)
+    assert error.path == f"disaggregation.{path}"
+    assert error.found == found and expected in error.expected and hint in error.hint
+
+
+def test_the_coordinators_metrics_have_a_port_of_their_own() -> None:
+    assert _parse({**MINIMAL, "metrics": {"port": 9000, "coordinator_port": 9002}}).metrics.coordinator_port == 9002
+    error = _refusal(metrics={"port": 9000, "coordinator_port": 9001})
+    assert error.path == "metrics.coordinator_port" and "9001, which is a worker's" in error.found
