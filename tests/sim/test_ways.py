@@ -20,7 +20,7 @@ from cluster.sim.kernel import MILLISECOND_NS
 from cluster.sim.scenario import Request
 from cluster.sim.trace import Trace
 from cluster.sim.world import World
-from tests.sim.worlds import ANSWERED, ask, count, finish, make_world
+from tests.sim.worlds import ANSWERED, ask, finish, make_world
 
 NUM_SEEDS = 60
 NETWORK_MS = 4.0

@@ -268,6 +268,7 @@ class PlainCluster:
         *,
         host: str = LOOPBACK,
         disaggregation: DisaggregationConfig = ALWAYS_PUSHED,
+        decode_max_running: int = 64,
         **coordinator: float,
     ) -> None:
         self._host = host
@@ -281,7 +282,7 @@ class PlainCluster:
             model=ModelConfig(path=str(model)),
             pools=(
                 PoolConfig(name="prefill", role=Role.PREFILL),
-                PoolConfig(name="decode", role=Role.DECODE),
+                PoolConfig(name="decode", role=Role.DECODE, max_running=decode_max_running),
             ),
             coordinator=CoordinatorConfig(**coordinator),  # type: ignore[arg-type]
             disaggregation=disaggregation,
