@@ -103,8 +103,10 @@ def place(
     prefill = () if why_local else candidates.prefill
     options = _decode_options(demand, candidates, prefill, excluded)
     decode = best(options)
+    if not candidates.decode:
+        return Wait(reason="no decode worker is alive")
     if decode is None:
-        why = "no decode worker has room" if candidates.decode else "no decode worker is alive"
+        why = "no decode worker has room"
         readers = _prefill_options(demand, candidates, None) if prefill else []
         return place_staying(demand, candidates, readers, why) or Wait(reason=why)
     if why_local:
