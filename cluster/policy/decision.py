@@ -22,6 +22,7 @@ MAX_BACKLOG_PER_HELD_TOKEN: Final = 2
 READING_WEIGHT: Final = 3
 """What is read keeps a worker from the prompts of others: each token counts so many times besides the request's own
 wait. Without it busy holders are passed over too readily, and what they hold is computed again."""
+NO_ROOM: Final = "no decode worker has room"
 NEARLY: Final = 1.1
 """Costs up to so many times the least count as equal to it: predictions are no better than that."""
 

@@ -16,9 +16,10 @@ from cluster.policy.break_even import (
     step_limit_ms,
     why_not_staying,
 )
-from cluster.policy.costs import StepCosts, mean_ms_per_token, usual_costs
+from cluster.policy.costs import StepCosts, WorkerLike, mean_ms_per_token, usual_costs
 from cluster.policy.decision import (
     NEARLY,
+    NO_ROOM,
     READING_WEIGHT,
     Candidates,
     Cause,
@@ -43,8 +44,10 @@ def place_reading(
     Of decode workers, those that would write it more slowly than the best one pay for that here.
     """
     rules = candidates.rules
-    able = [option for option in options if may_read(demand, option)]
+    if rules.max_local_tokens == 0:
+        return None
     usual = _usual_of_decode(candidates)
+    able = [option for option in options if may_read(demand, option)]
     if rules.max_local_tokens is not None:
         option = best([option for option in able if option.num_uncached_tokens <= rules.max_local_tokens])
         if option is None:
@@ -96,15 +99,15 @@ def _reading(option: Option, cause: Cause, reason: str, limit_ms: float) -> Plac
 def _pushed_ms(reader: Option, candidates: Candidates, usual: StepCosts) -> float:
     """What a push from there costs all. Of a short prompt a step is mostly what it costs whatever is in it."""
     hand_over = candidates.hand_over
-    step_ms = usual.decode_base_ms + reader.num_uncached_tokens * usual.chunk_token_ms
+    step_ms = usual.decode_base_ms + reader.num_uncached_tokens * _token_ms(reader.worker, usual)
     more_ms = max(0.0, step_ms - reader.predicted_ms)
     return hand_over.reserve_ms + reader.cost_ms + more_ms + hand_over.take_over_ms
 
 
 def place_staying(
-    demand: Demand, candidates: Candidates, readers: list[Option], why: str, decode: Option | None = None
+    demand: Demand, candidates: Candidates, readers: list[Option], decode: Option | None
 ) -> Placement | None:
-    """On a prefill worker that also writes the answer, because of `why`. `decode`: what would write it, if anything."""
+    """On a prefill worker that also writes the answer. `decode` would write it otherwise; None if all are full."""
     rules, block_size = candidates.rules, demand.block_size
     if not rules.may_stay:
         return None
@@ -115,15 +118,18 @@ def place_staying(
         worker = reader.worker
         token_ms = staying_tpot_ms(worker, num_context_tokens, block_size, usual)
         if (
-            has_room(worker, demand.num_expected_blocks, demand.num_sequences)
+            (decode is None or _is_much_slower(decode.predicted_ms, token_ms, rules))
+            and has_room(worker, demand.num_expected_blocks, demand.num_sequences)
             and why_not_staying(worker, num_context_tokens, demand.num_sequences, block_size, usual) is None
-            and (decode is None or _is_much_slower(decode.predicted_ms, token_ms, rules))
         ):
             cost_ms = reader.cost_ms + demand.num_emitted * token_ms
             options.append(replace(reader, cost_ms=cost_ms, predicted_ms=token_ms))
     option = best(options)
     if option is None:
         return None
+    why = NO_ROOM
+    if decode is not None:
+        why = f"{decode.worker.id} should take {decode.predicted_ms:.1f} ms for a token"
     return Placement(
         prefill=None,
         decode=option.worker.id,
@@ -146,6 +152,10 @@ def _usual_of_decode(candidates: Candidates) -> StepCosts:
     usual = usual_costs(candidates.decode)
     if usual.chunk_token_ms:
         return usual
-    measured = [worker for worker in candidates.prefill if worker.ms_per_token > 0]
-    costs_ms = [max(0.0, worker.ms_per_token - usual.decode_base_ms / worker.chunk_tokens) for worker in measured]
+    costs_ms = [_token_ms(worker, usual) for worker in candidates.prefill if worker.ms_per_token > 0]
     return replace(usual, chunk_token_ms=sum(costs_ms) / max(1, len(costs_ms)))
+
+
+def _token_ms(reader: WorkerLike, usual: StepCosts) -> float:
+    """What a token adds to a step of a prefill worker: without the share of what each step costs."""
+    return max(0.0, reader.ms_per_token - usual.decode_base_ms / reader.chunk_tokens)

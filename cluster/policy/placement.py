@@ -21,6 +21,7 @@ from typing import Final
 from cluster.core.ids import Route, WorkerId
 from cluster.policy.costs import StepCosts, WorkerLike, push_ms, read_ms, tpot_ms, usual_costs
 from cluster.policy.decision import (
+    NO_ROOM,
     READING_WEIGHT,
     Candidates,
     Cause,
@@ -106,9 +107,8 @@ def place(
     if not candidates.decode:
         return Wait(reason="no decode worker is alive")
     if decode is None:
-        why = "no decode worker has room"
         readers = _prefill_options(demand, candidates, None) if prefill else []
-        return place_staying(demand, candidates, readers, why) or Wait(reason=why)
+        return place_staying(demand, candidates, readers, None) or Wait(reason=NO_ROOM)
     if why_local:
         return _place_local(demand, decode, Cause.TRANSFER_FAILED, why_local)
     if not prefill:
@@ -117,10 +117,7 @@ def place(
         why = f"{demand.num_kv_blocks} blocks are too large a share for a push"
         return _place_local(demand, decode, Cause.TOO_LARGE, why)
     readers = _prefill_options(demand, candidates, decode.worker)
-    other = place_reading(demand, candidates, options, readers)
-    if other is None:
-        why = f"{decode.worker.id} should take {decode.predicted_ms:.1f} ms for a token"
-        other = place_staying(demand, candidates, readers, why, decode)
+    other = place_reading(demand, candidates, options, readers) or place_staying(demand, candidates, readers, decode)
     if other is not None:
         return other
     reader = best([option for option in readers if may_read(demand, option)])

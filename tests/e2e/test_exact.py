@@ -104,3 +104,35 @@ def test_seeded_sampling_is_the_same_in_two_processes_and_in_one(
     assert [trace.token_ids for trace in apart] == [trace.token_ids for trace in single]
     assert all(trace.done is not None and trace.done.prefill_worker == "" for trace in single)
     assert len({tuple(trace.token_ids) for trace in apart}) > len(prompts) // 2, "hardly anything was sampled"
+
+
+@pytest.mark.skipif(FULL_ALONE_EVERY > 1, reason="only in soak-exact; tests/integration has it with a small model")
+@pytest.mark.timeout(600)
+def test_whichever_way_a_request_takes(reference: dict[str, Any]) -> None:
+    """Short prompts are read by decode, long ones pushed; and while decode writes all that it may, they stay."""
+    short = [prompt for prompt in reference["prompts"] if len(prompt["prompt_ids"]) <= 40][::8]
+    long = [prompt for prompt in reference["prompts"] if 40 < len(prompt["prompt_ids"]) <= 257][::8]
+    pools = [PREFILL, {**DECODE, "max_running": 1}]
+    rules = {"local_prefill": 40, "stay": "auto"}
+
+    async def serve(client: Client) -> list[list[Trace]]:
+        alone = [await _alone(client, prompts, [MAX_TOKENS] * len(prompts)) for prompts in (short, long)]
+        other = Trace(sent_s=0.0)
+        ids = long[0]["prompt_ids"]
+        writing = asyncio.create_task(
+            client.generate(ids, trace=other, cache_salt="o", max_tokens=2000, ignore_eos=True)
+        )
+        while len(other.token_ids) < 2:
+            await asyncio.sleep(0.01)
+        stayed = await _alone(client, long, [MAX_TOKENS] * len(long))
+        assert not writing.done()
+        writing.cancel()
+        return [*alone, stayed]
+
+    with serving_cluster(cluster_config(pools, dtype="float32", disaggregation=rules)) as cluster:
+        served = run(cluster, serve)
+        assert_nothing_left(cluster)
+    for prompts, traces, route in zip((short, long, long), served, ("local", "pushed", "stayed"), strict=True):
+        _check(prompts, traces)
+        # One that comes before the coordinator has heard of the last one's end finds decode full.
+        assert route in {trace.done.route for trace in traces if trace.done is not None}

@@ -173,7 +173,7 @@ def test_the_reason_tells_both_costs() -> None:
     assert isinstance(local, Placement) and local.prefill is None
     assert local.reason == (
         "d0#1 with 100 blocks left should write a token in 20.0 ms, and reads 10 of 10 tokens itself in 28 ms, which "
-        "costs all 66 ms, and a push 68"
+        "costs all 66 ms, and a push 69"
     )
 
 
