@@ -260,8 +260,8 @@ def generate(
 
     The answer goes to stdout, a summary to stderr: how it ended, which workers served it, how much KV moved. Several
     answers are printed one after the other, each when it is complete. With --json, one object with text, token ids,
-    outcome, usage, workers, KV and the timeline in milliseconds, and `choices` or log-probabilities where they were
-    asked for; if the request fails, with `error` besides.
+    outcome, usage, workers, the way it took and why, KV and the timeline in milliseconds, and `choices` or
+    log-probabilities where they were asked for; if the request fails, with `error` besides.
 
     \b
     Examples:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from cluster.cli.status import status_json, status_text
 from cluster.core.disaggregation import DisaggregationConfig
@@ -26,6 +28,7 @@ RULES = DisaggregationConfig(max_local_tokens=20)
 """Of the prompt's 30 tokens, 14 are left where its first block is cached."""
 
 
+@pytest.mark.bad_day(22)
 def test_an_answer_is_the_same_whichever_way_it_took(tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_tiny_model(model, max_position_embeddings=CONTEXT)

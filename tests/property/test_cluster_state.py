@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
 from cluster.core.ids import Outcome, Role
 from tests.support.coordinator_world import ModelFront, ModelWorker, World
 
@@ -23,9 +24,13 @@ class ClusterMachine(RuleBasedStateMachine):
     world: World
     num_deaths = 0
 
-    @initialize(with_prefill=st.sampled_from((True, True, False)), is_up=st.sampled_from((True, True, False)))
-    def begin(self, with_prefill: bool, is_up: bool) -> None:
-        self.world = World(with_prefill=with_prefill)
+    @initialize(
+        with_prefill=st.sampled_from((True, True, False)),
+        is_up=st.sampled_from((True, True, False)),
+        rules=st.sampled_from((ALWAYS_PUSHED, ALWAYS_PUSHED, DisaggregationConfig(max_local_tokens=20))),
+    )
+    def begin(self, with_prefill: bool, is_up: bool, rules: DisaggregationConfig) -> None:
+        self.world = World(with_prefill=with_prefill, disaggregation=rules)
         self.names = NAMES if with_prefill else NAMES[2:]
         for name, role in self.names:
             self.world.start_worker(name, role)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
 from cluster.core.ids import Route
 from cluster.core.limits import NUM_RECENT_ROUTES
+from cluster.live.replay import Line, replay_file
 from cluster.policy.break_even import MAX_STRETCH
 from cluster.sim.client import Client
 from cluster.sim.engine_model import StepCost
@@ -20,6 +22,7 @@ from cluster.sim.kernel import MILLISECOND_NS
 from cluster.sim.scenario import Request
 from cluster.sim.trace import Trace
 from cluster.sim.world import World
+from tests.sim.test_journal import Recorder
 from tests.sim.worlds import ANSWERED, ask, finish, make_world
 
 NUM_SEEDS = 60
@@ -104,6 +107,19 @@ def test_what_is_predicted_is_what_comes() -> None:
     assert len(reads) == 8
     for request_id, predicted_ms in reads:
         assert predicted_ms - 1 <= ttft_ms(by_id[request_id]) <= predicted_ms + NETWORK_MS, request_id
+
+
+def test_a_replay_explains_the_way_that_a_request_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(tmp_path, monkeypatch)
+    finish(make_world(*long_then_short(), disaggregation=DisaggregationConfig(), **LARGE))
+    story: list[Line] = []
+    for path in recorder.write():
+        assert replay_file(path, request_id="r12", tell=story.append).difference is None
+    told = "\n".join(line.what for line in story)
+    assert "reads 6 of 6 tokens itself in 6 ms, which costs all 16 ms, and a push 17" in told
+    assert (
+        "Placed attempt=1 decode=d0#1" in told and "route=local" in told and "RunLocal attempt=1 step_limit_ms=" in told
+    )
 
 
 def test_answers_begin_sooner_where_a_push_costs_more_than_reading() -> None:

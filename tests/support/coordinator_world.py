@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
 from cluster.core.effects import DropBody, Effect, GiveUpWorker, ToFront, ToWorker
 from cluster.core.events import Event, FromFront, FromWorker, FrontGone, Tick, WorkerGone
 from cluster.core.ids import AttemptId, FrontId, Outcome, Role, WorkerId
@@ -233,8 +234,8 @@ class ModelFront:
 class World:
     """`bodies` is what the coordinator's driver would keep; `pushed` and `committed` is what the KV plane knows."""
 
-    def __init__(self, *, with_prefill: bool = True) -> None:
-        self.config = make_config(with_prefill=with_prefill, max_running=3)
+    def __init__(self, *, with_prefill: bool = True, disaggregation: DisaggregationConfig = ALWAYS_PUSHED) -> None:
+        self.config = make_config(with_prefill=with_prefill, max_running=3, disaggregation=disaggregation)
         self.state = ClusterState(self.config, epoch=3)
         self.now_ns = 0
         self.workers: dict[WorkerId, ModelWorker] = {}
