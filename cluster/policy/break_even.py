@@ -81,9 +81,10 @@ def local_read(
     limit_ms = step_limit_ms(worker, block_size, usual, rules)
     num_to_read = worker.backlog_tokens + num_tokens
     chunk = worker.chunk_tokens
+    is_beside_answers = worker.num_sequences > 0 or num_to_read > chunk  # which come before a longer one is read
+    if is_beside_answers and step_ms + min(block_size, num_to_read) * token_ms > limit_ms:
+        return None
     if worker.num_sequences:
-        if step_ms + min(block_size, num_to_read) * token_ms > limit_ms:
-            return None
         chunk = min(chunk, chunk_within(limit_ms, step_ms, token_ms, block_size))
     read_ms = -(-num_to_read // chunk) * step_ms + num_to_read * token_ms
     held_up_ms = max(1, worker.num_sequences) * num_tokens * token_ms  # on an idle one, by whoever comes meanwhile

@@ -122,7 +122,8 @@ def test_running_answers_keep_their_time_per_token() -> None:
     assert way(20, decode=decode, hand_over=expensive)[0] is Route.PUSHED
     allowed = DisaggregationConfig(max_tpot_ms=40.0)
     assert way(20, decode=decode, hand_over=expensive, rules=allowed)[0] is Route.LOCAL
-    assert way(20, hand_over=expensive)[0] is Route.LOCAL, "on an idle one there is nobody to wait for it"
+    assert way(60, hand_over=expensive)[0] is Route.LOCAL, "on an idle one there is nobody to wait for a single step"
+    assert way(70, hand_over=expensive)[0] is Route.PUSHED, "in the second one there may be"
 
 
 def test_the_worker_is_told_how_long_its_steps_may_take() -> None:
