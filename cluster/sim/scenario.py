@@ -7,6 +7,7 @@ from enum import Enum
 
 from cluster.agent.limits import AgentLimits
 from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
+from cluster.core.ids import Role
 from cluster.front.request_spec import RequestLimits
 from cluster.sim.engine_model import StepCost
 from cluster.sim.fabric import Family
@@ -105,6 +106,7 @@ class Scenario:
         can_kill: a life that the coordinator gives up is killed; otherwise it has to find out by itself.
         restart_ns: how long after its end a process is started again.
         disaggregation: when a request takes another way than a push.
+        decode_chunk_tokens: what a decode worker reads in a step; None: as much as a prefill worker.
     """
 
     seed: int
@@ -117,6 +119,7 @@ class Scenario:
     max_model_tokens: int = 64
     max_step_tokens: int = 24
     prefill_chunk_tokens: int = 16
+    decode_chunk_tokens: int | None = None
     max_running: int = 8
     checksums: Checksums = Checksums.FULL
     family: Family = Family.SHARED_MEMORY
@@ -136,6 +139,10 @@ class Scenario:
     disaggregation: DisaggregationConfig = ALWAYS_PUSHED
     requests: tuple[Request, ...] = ()
     faults: tuple[Fault, ...] = field(default=())
+
+    def chunk_tokens(self, role: Role) -> int:
+        of_decode = self.prefill_chunk_tokens if self.decode_chunk_tokens is None else self.decode_chunk_tokens
+        return of_decode if role is Role.DECODE else self.prefill_chunk_tokens
 
     @property
     def worker_names(self) -> tuple[str, ...]:

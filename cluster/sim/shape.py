@@ -45,7 +45,7 @@ def _pool(scenario: Scenario, role: Role, replicas: int) -> PoolConfig:
         kv_blocks=scenario.num_blocks,
         kv_bytes=None,
         max_step_tokens=scenario.max_step_tokens,
-        prefill_chunk_tokens=scenario.prefill_chunk_tokens,
+        prefill_chunk_tokens=scenario.chunk_tokens(role),
         max_running=scenario.max_running,
     )
 
@@ -74,7 +74,7 @@ def worker_config(scenario: Scenario, worker: WorkerId, *, token_address: str) -
             block_size=scenario.block_size,
             max_step_tokens=scenario.max_step_tokens,
             max_running=scenario.max_running,
-            prefill_chunk_tokens=scenario.prefill_chunk_tokens,
+            prefill_chunk_tokens=scenario.chunk_tokens(role),
             max_model_tokens=scenario.max_model_tokens,
             eos_token_ids=frozenset((EOS_TOKEN_ID,)),
         ),
