@@ -126,7 +126,7 @@ def test_a_prompts_products_are_those_of_its_parts() -> None:
             "rms_norm_eps": 1e-5,
         }
     )
-    # A token: 64 for q, 64 for k and v, 64 for the output, 384 for the MLP. A seen key: 8 for its score, 8 for its value.
+    # A token: 64 for q, 64 for k and v, 64 for the output, 384 for the MLP. A seen key: 8 for score, 8 for value.
     first = 3 * (64 + 64 + 64 + 384) + 6 * 16
     last = 3 * 64 + (64 + 64 + 384) + 3 * 16
     assert prefill_products(config, 3) == first + last + 80
