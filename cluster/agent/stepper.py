@@ -15,6 +15,9 @@ class Stepper:
         self.scheduler = scheduler
         self.costs = StepCosts()
         self.num_failed_in_a_row = 0
+        """Steps."""
+        self.num_unusable_in_a_row = 0
+        """Sequences that failed alone, since the last token that was drawn."""
         self._plan: StepPlan | None = None
         self._planned: dict[SequenceKey, None] = {}
         self._aborted: dict[SequenceKey, None] = {}
@@ -35,6 +38,7 @@ class Stepper:
         assert self._plan is not None and result.step_id == self._plan.step_id, "a result that no plan asked for"
         self.costs.add(self._plan, duration_ns)
         self.num_failed_in_a_row = 0
+        self.num_unusable_in_a_row = 0 if any(result.tokens) else self.num_unusable_in_a_row + len(result.failures)
         self._clear()
         return self.scheduler.apply(result)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.core.ids import AttemptId, FrontId, Outcome, Role, WorkerId
+from cluster.core.ids import AttemptId, Blame, FrontId, Outcome, Role, WorkerId
 from cluster.core.reports import HeldLeg, LeaseInfo, LinkReport, LiveRequest
 
 # ---- shared parts ---------------------------------------------------------------------------------------------
@@ -136,6 +136,7 @@ class Resubmit:
         num_delivered: of the answer of which least was delivered: they are read before anything is drawn.
         num_choices: answers that are still to be written.
         num_unshared: tokens delivered of the other answers beyond that.
+        block_hashes: of the full blocks of the prompt and of what was delivered of that answer, in order.
         attempt_floor: as in Submit.
     """
 
@@ -145,6 +146,7 @@ class Resubmit:
     num_choices: int = 1
     num_unshared: int = 0
     attempt_floor: int = 0
+    block_hashes: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +233,7 @@ class WorkerLoad:
 
     `step_ms_per_token` is a prompt token's; a decode step takes `decode_base_ms`, and `decode_context_token_ms` for a
     token of context. `prefix_query_tokens` have been looked up in the prefix cache, `prefix_hit_tokens` found.
+    `step_age_ms` is how long the step that is under way has been running, 0 if none is.
     """
 
     num_running: int = 0
@@ -243,6 +246,7 @@ class WorkerLoad:
     blocks: BlockCounts = BlockCounts(total=0, free=0, active=0, cached=0, reserved=0, quarantined=0)
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    step_age_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,6 +364,14 @@ class LegFailed:
     outcome: Outcome
     reason: str
     retryable: bool
+    blame: Blame = Blame.NOBODY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegSurvived:
+    """Decode has drawn a few tokens of an attempt that is on trial, and lives."""
+
+    attempt: AttemptId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,6 +400,7 @@ WorkerMessage = (
     | LegReleased
     | PeerFenced
     | BlockEvents
+    | LegSurvived
 )
 
 # ---- coordinator -> worker (commands; each is sent with the epoch and the worker's id, see Command) -----------
@@ -407,13 +420,14 @@ class WorkerRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """Decode leg: reserve blocks for `num_tokens` tokens, less those cached. Carries a body."""
+    """Decode leg: reserve for `num_tokens` tokens, less those cached. Carries a body. `is_trial`: as in RunLocal."""
 
     attempt: AttemptId
     lease_id: int
     source: WorkerRef
     num_tokens: int
     ttl_ms: int
+    is_trial: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,9 +444,10 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLocal:
-    """Run the whole request here, prompt and answer. Carries a body."""
+    """Run the whole request here, prompt and answer. Carries a body. `is_trial`: LegSurvived is wanted."""
 
     attempt: AttemptId
+    is_trial: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

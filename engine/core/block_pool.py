@@ -201,10 +201,11 @@ class BlockPool:
                 self._move(block_id, BlockState.ACTIVE)
             self._num_users[block_id] += 1
 
-    def release(self, block_ids: Sequence[int]) -> None:
+    def release(self, block_ids: Sequence[int], *, is_trusted: bool = True) -> None:
         """Takes a user off active blocks. Without users, an indexed block is cached and any other is free.
 
-        Name a sequence's blocks in token order: its tail then counts as used longer ago than its head.
+        Name a sequence's blocks in token order: its tail then counts as used longer ago than its head. Where what the
+        blocks hold is not trusted, those without other users are taken out of the index, and so are free.
         """
         for block_id in block_ids:
             assert self._states[block_id] is BlockState.ACTIVE, f"block {block_id} has no user"
@@ -213,6 +214,8 @@ class BlockPool:
             self._num_users[block_id] -= 1
             if self._num_users[block_id]:
                 continue
+            if not is_trusted and block_id in self._index:
+                self._index.remove(block_id)
             if block_id in self._index:
                 self._move(block_id, BlockState.CACHED)
                 self._index.mark_idle(block_id)

@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 from engine.core.block_hash import ROOT_HASH
 from engine.core.block_pool import BlockPool
 from engine.core.errors import SchedulerFullError
-from engine.core.outcome import EmittedToken, FinishReason, PrefillProgress, ScoredPrompt, StepOutcome
+from engine.core.outcome import (
+    EmittedToken,
+    FailedSequence,
+    FinishReason,
+    PrefillProgress,
+    ScoredPrompt,
+    StepOutcome,
+)
 from engine.core.planning import PlannedSequence, SchedulerConfig, StepBuilder
 from engine.core.request import Sibling, twins_of
 from engine.core.sequence import (
@@ -191,6 +198,10 @@ class Scheduler:
         self._preempted = []
         for index, (planned, tokens) in enumerate(zip(planned_sequences, result.tokens, strict=True)):
             sequence = planned.sequence
+            failure = result.failures.get(index)
+            if failure is not None:
+                self._fail(sequence, failure, outcome)
+                continue
             sequence.num_computed += len(planned.step.token_ids)
             self._index_full_blocks(sequence)
             if sequence.phase is SequencePhase.GONE:
@@ -264,6 +275,13 @@ class Scheduler:
         self._next_arrival += 1
         self._sequences[spec.key] = sequence
         return sequence
+
+    def _fail(self, sequence: Sequence, reason: str, outcome: StepOutcome) -> None:
+        """What its blocks hold is not trusted: those that nobody else uses cannot be found any more."""
+        if sequence.phase is not SequencePhase.GONE:
+            self._forget(sequence, keep_blocks=True)
+            outcome.failed.append(FailedSequence(key=sequence.key, reason=reason))
+        self._pool.release(sequence.block_table, is_trusted=False)
 
     def _forget(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
         if sequence.phase is SequencePhase.WAITING:
