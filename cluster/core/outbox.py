@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.core.effects import DropBody, Effect, GiveUpWorker, ToFront, ToWorker, WarnOfLink
+from cluster.core.effects import DropBody, Effect, GiveUpWorker, ReportPoison, ToFront, ToWorker, WarnOfLink
 from cluster.core.ids import FrontId, WorkerId
 from cluster.core.links import Link
 from cluster.core.messages import Command, CommandBody, ToFrontMessage
@@ -34,6 +34,9 @@ class Outbox:
 
     def warn_of(self, link: Link) -> None:
         self._effects.append(WarnOfLink(link=link))
+
+    def report_poison(self, request_id: str, reason: str) -> None:
+        self._effects.append(ReportPoison(request_id=request_id, reason=reason))
 
     def take(self) -> list[Effect]:
         effects, self._effects = self._effects, []

@@ -36,6 +36,7 @@ def view_cluster(parts: Parts, now_ns: int) -> ClusterView:
         num_running=sum(request.phase in PLACED_PHASES for request in parts.requests.all()),
         num_leases=len(parts.leases),
         links=parts.links.all(),
+        num_poison=parts.trials.num_condemned,
     )
 
 

@@ -52,7 +52,7 @@ class PoolView:
 class ClusterView:
     """`num_running` counts requests with a place; the rest of `num_requests` waits, for a place or for a front.
 
-    `links`: by writer and peer.
+    `links`: by writer and peer. `num_poison`: requests that were ended for what they did to workers.
     """
 
     name: str
@@ -64,6 +64,7 @@ class ClusterView:
     num_running: int
     num_leases: int
     links: tuple[Link, ...]
+    num_poison: int = 0
 
     @property
     def is_ready(self) -> bool:

@@ -171,6 +171,8 @@ class Driver:
                 self._give_up(effect)
             case effects.WarnOfLink(link=link):
                 logger.warning("slow link: %s", link)
+            case effects.ReportPoison(request_id=request_id, reason=reason):
+                logger.error("poison request %s is ended: %s", request_id, reason)
 
     def _to_worker(self, effect: effects.ToWorker) -> None:
         stream = self._workers.get(effect.worker)

@@ -45,7 +45,7 @@ def check_outcomes(world: World) -> None:
         name = client.request.request_id
         if not client.has_ended:
             raise Violation(f"{name} never ended")
-        if excused:
+        if excused or client.request.poison is not None:
             continue
         if client.is_unavailable or client.outcome in (Outcome.WORKER_LOST, Outcome.TRANSFER_FAILED, Outcome.INTERNAL):
             raise Violation(f"{name} ended as {client.outcome} ({client.reason}) although nothing was wrong")

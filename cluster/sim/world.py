@@ -98,6 +98,7 @@ class World:
         self.fabric.faults.clear()
         for node in self.all_workers:
             node.faults.num_steps_to_fail = 0
+            node.faults.is_stuck = False
 
     def _new_process(self, name: str) -> Process:
         incarnation = self._incarnations.get(name, 0) + 1
@@ -148,6 +149,7 @@ class World:
             config,
             cost=self.scenario.cost,
             num_variants=self.scenario.num_variants,
+            poisons={each.request_id: each.poison for each in self.scenario.requests if each.poison is not None},
             random=self.kernel.stream(str(process)),
             after_event=self._after_event,
         )

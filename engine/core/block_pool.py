@@ -201,11 +201,10 @@ class BlockPool:
                 self._move(block_id, BlockState.ACTIVE)
             self._num_users[block_id] += 1
 
-    def release(self, block_ids: Sequence[int], *, is_trusted: bool = True) -> None:
+    def release(self, block_ids: Sequence[int]) -> None:
         """Takes a user off active blocks. Without users, an indexed block is cached and any other is free.
 
-        Name a sequence's blocks in token order: its tail then counts as used longer ago than its head. Where what the
-        blocks hold is not trusted, those without other users are taken out of the index, and so are free.
+        Name a sequence's blocks in token order: its tail then counts as used longer ago than its head.
         """
         for block_id in block_ids:
             assert self._states[block_id] is BlockState.ACTIVE, f"block {block_id} has no user"
@@ -214,8 +213,6 @@ class BlockPool:
             self._num_users[block_id] -= 1
             if self._num_users[block_id]:
                 continue
-            if not is_trusted and block_id in self._index:
-                self._index.remove(block_id)
             if block_id in self._index:
                 self._move(block_id, BlockState.CACHED)
                 self._index.mark_idle(block_id)
@@ -236,6 +233,13 @@ class BlockPool:
             self.acquire([indexed_id])
             self.release([block_id])
         return indexed_id
+
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """What these blocks, which are in use, hold is not trusted: they cannot be found any more."""
+        for block_id in block_ids:
+            assert self._states[block_id] is BlockState.ACTIVE, f"block {block_id} is not active"
+            if block_id in self._index:
+                self._index.remove(block_id)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Block ids of the longest prefix of `hashes` that lies in the pool. They are not acquired."""

@@ -277,11 +277,14 @@ class Scheduler:
         return sequence
 
     def _fail(self, sequence: Sequence, reason: str, outcome: StepOutcome) -> None:
-        """What its blocks hold is not trusted: those that nobody else uses cannot be found any more."""
+        """What its blocks hold is not trusted: those that no other sequence computes with cannot be found any more. (A
+        push may have them still.)"""
         if sequence.phase is not SequencePhase.GONE:
             self._forget(sequence, keep_blocks=True)
             outcome.failed.append(FailedSequence(key=sequence.key, reason=reason))
-        self._pool.release(sequence.block_table, is_trusted=False)
+        others = {block_id for other in self._sequences.values() for block_id in other.block_table}
+        self._pool.forget([block_id for block_id in sequence.block_table if block_id not in others])
+        self._pool.release(sequence.block_table)
 
     def _forget(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
         if sequence.phase is SequencePhase.WAITING:
