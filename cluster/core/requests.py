@@ -65,7 +65,7 @@ class Request:
 
     Attributes:
         rank: order of admission; kept for life.
-        chain: packed hashes of the blocks that its prompt can find in a cache (its last token is computed always).
+        chain: packed hashes of the blocks that what it reads can find in a cache (its last token is computed always).
         deadline_ns: the client's deadline. phase_deadline_ns: when this phase must be over. None where there is none.
         queued_ns: when it entered the queue; a refused reservation does not change it.
         attempt: number of the latest attempt, 0 before the first.

@@ -215,6 +215,8 @@ class World:
                 priority=request.priority,
             ),
             block_hashes=tuple(hash_blocks(request.prompt_ids, self.scenario.block_size, extra)),
+            block_size=self.scenario.block_size,
+            extra_key=extra,
             deadline_ns=None if request.deadline_ns is None else process.now_ns() + request.deadline_ns,
             max_latency_ms=request.max_latency_ms,
             has_stop_strings=request.stop_pair is not None,

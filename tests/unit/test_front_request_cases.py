@@ -18,7 +18,7 @@ from cluster.core.messages import (
 from cluster.front import request_events as events
 from cluster.front.request import Phase
 from cluster.front.request_effects import Deliver, End, ForgetWorker, ToCoordinator, WatchWorker
-from tests.support.front_driver import BODY, MS, D, Driver, P, delivered, end, sent, watch
+from tests.support.front_driver import BODY, HASHES, MS, D, Driver, P, delivered, end, sent, watch
 
 
 def test_submit_carries_lengths_hashes_and_the_time_that_is_left() -> None:
@@ -112,7 +112,7 @@ def test_a_failed_attempt_is_resubmitted_with_what_was_delivered() -> None:
     driver.run(P, 0, 10)
     driver.run(D, 1, 11)
     effects = driver.fail(1)
-    assert sent(effects) == [Resubmit(request_id="r", failed_attempt=1, num_delivered=2)]
+    assert sent(effects) == [Resubmit(request_id="r", failed_attempt=1, num_delivered=2, block_hashes=HASHES)]
     body = next(effect.body for effect in effects if isinstance(effect, ToCoordinator))
     assert body is not None and body.delivered_ids == (10, 11) and body.prompt_ids == BODY.prompt_ids
     assert len([effect for effect in effects if isinstance(effect, ForgetWorker)]) == 2
@@ -130,7 +130,7 @@ def test_a_failed_attempt_is_resubmitted_with_what_was_delivered() -> None:
 def test_an_attempt_may_fail_before_it_was_placed_here() -> None:
     driver = Driver()
     driver.start()
-    assert sent(driver.fail(1)) == [Resubmit(request_id="r", failed_attempt=1, num_delivered=0)]
+    assert sent(driver.fail(1)) == [Resubmit(request_id="r", failed_attempt=1, num_delivered=0, block_hashes=HASHES)]
     assert len(driver.place(2)) == 2
 
 
@@ -140,7 +140,7 @@ def test_an_attempt_that_starts_from_too_few_tokens_is_refused() -> None:
     driver.place(1)
     driver.run(P, 0, 10)
     effects = driver.place(2)
-    assert sent(effects) == [Resubmit(request_id="r", failed_attempt=2, num_delivered=1)]
+    assert sent(effects) == [Resubmit(request_id="r", failed_attempt=2, num_delivered=1, block_hashes=HASHES)]
     assert driver.run(D, 1, 91, attempt=2) == []
 
 
