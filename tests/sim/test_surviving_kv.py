@@ -41,19 +41,22 @@ def test_decode_dies_and_prefill_still_has_the_prompt(family: Family, restarts: 
     """Of four prefill workers the one that has read the prompt reads what was delivered since, and not much more. A
     coordinator that was started in the meantime has never seen the prompt: the front tells it the hashes."""
     for seed in range(4):
-        request = ask(num_prompt_tokens=NUM_PROMPT_TOKENS, max_tokens=MAX_TOKENS)
+        # Another one comes first, so that it is not the first of all workers that reads the prompt.
+        other = ask(1, max_tokens=1)
+        arrival_ns = ARRIVAL_NS + 200 * MILLISECOND_NS
+        request = ask(num_prompt_tokens=NUM_PROMPT_TOKENS, max_tokens=MAX_TOKENS, arrival_ns=arrival_ns)
         cost = StepCost(base_ns=40 * MILLISECOND_NS)
-        world = make_world(request, family=family, num_prefill=4, num_decode=2, seed=seed, cost=cost)
-        run_until(world, lambda world=world: has(world, 0, 2))  # type: ignore[misc]
+        world = make_world(other, request, family=family, num_prefill=4, num_decode=2, seed=seed, cost=cost)
+        run_until(world, lambda world=world: has(world, 1, 2))  # type: ignore[misc]
         if restarts:
             world.coordinator.process.exit("crash")
             world.kernel.run_until(world.kernel.now_ns + world.scenario.restart_ns + 250 * MILLISECOND_NS)
             assert len(_registered(world)) == 6
-        run_until(world, lambda world=world: has(world, 0, NUM_DELIVERED))  # type: ignore[misc]
+        run_until(world, lambda world=world: has(world, 1, NUM_DELIVERED))  # type: ignore[misc]
         before, read_before = num_computed(world), num_computed(world, "p")
-        num_delivered = world.clients[0].num_tokens
+        num_delivered = world.clients[1].num_tokens
         decoding(world).process.exit("crash")
-        assert [client.outcome in ANSWERED for client in finish(world)] == [True]
+        assert [client.outcome in ANSWERED for client in finish(world)] == [True, True]
         assert count(world, "Resubmit(") == 1
         num_read, block_size = num_computed(world, "p") - read_before, world.scenario.block_size
         assert 0 < num_read <= num_delivered + 2 + block_size, f"{num_read} tokens for {num_delivered} delivered"
