@@ -65,8 +65,8 @@ class Case:
     Attributes:
         is_there: whether it is.
         until, then: first of all, when this comes, these faults begin (kind, target, duration); none at all if None.
-        stopped: a worker whose process is stopped, so that it cannot release anything. Its peers wait for its fence, for
-            which blocks, their lease and their leg are kept.
+        stopped: a worker whose process is stopped, so that it cannot release anything. Its peers wait for its fence,
+            and keep blocks, their lease and their leg until then.
         has_company: another request runs; only what is this one's counts.
     """
 
