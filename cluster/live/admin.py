@@ -26,6 +26,7 @@ def status_response(config: ClusterConfig, view: ClusterView, uptime_ns: int) ->
         num_fronts=len(view.fronts),
         uptime_s=uptime_ns / NS_PER_S,
         links=[_link_status(link) for link in view.links],
+        num_poison=view.num_poison,
     )
 
 

@@ -8,7 +8,7 @@ from cluster.core.limits import MAX_STEP_NS
 from cluster.sim.fabric import Family
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
 from cluster.sim.scenario import FaultKind
-from tests.sim.worlds import ANSWERED, ARRIVAL_NS, FAMILIES, ask, count, fault, finish, make_world, run_until
+from tests.sim.worlds import ANSWERED, ARRIVAL_NS, FAMILIES, ask, fault, finish, make_world, run_until
 
 LONG_NS = 120 * SECOND_NS
 HEARTBEAT_NS = SECOND_NS
@@ -17,16 +17,16 @@ HEARTBEAT_NS = SECOND_NS
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("name", "at_ms"), [("p0", 1), ("p0", 8), ("d0", 1), ("d0", 60)])
-@pytest.mark.parametrize("can_kill", [True, False])
-def test_an_engine_that_is_stuck_is_found_out_and_replaced(
-    family: Family, name: str, at_ms: int, can_kill: bool
-) -> None:
+def test_an_engine_that_is_stuck_is_found_out_and_replaced(family: Family, name: str, at_ms: int) -> None:
     """Its heartbeats go on. Within a named time it is given up, nothing of it can land any more, and its requests are
     answered by others; a next life takes its place."""
     stuck = fault(FaultKind.STUCK_ENGINE, ARRIVAL_NS + at_ms * MILLISECOND_NS, name, duration_ns=LONG_NS)
     requests = [ask(index, num_prompt_tokens=30, max_tokens=24) for index in range(4)]
-    fields = {"family": family, "num_prefill": 2, "num_decode": 2, "can_kill": can_kill}
-    world = make_world(*requests, faults=(stuck,), queue_timeout_s=60.0, **fields)
+    # Where the coordinator cannot kill it, it is refused when it comes back, and ends by itself.
+    can_kill = at_ms == 1
+    world = make_world(
+        *requests, faults=(stuck,), family=family, num_prefill=2, num_decode=2, can_kill=can_kill, queue_timeout_s=60.0
+    )
     node = world.worker(name)
     assert node is not None
     run_until(world, lambda: world.num_given_up > 0, limit_ns=LONG_NS)
@@ -53,4 +53,3 @@ def test_a_worker_of_which_nothing_is_heard_is_replaced_within_the_heartbeat_tim
     run_until(world, lambda: world.num_given_up > 0)
     assert world.kernel.now_ns < ARRIVAL_NS + 3 * SECOND_NS
     assert [client.outcome in ANSWERED for client in finish(world)] == [True] * 4
-    assert count(world, "d0#1", "nothing was heard of it for 2 s") >= 0

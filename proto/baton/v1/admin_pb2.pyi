@@ -46,6 +46,7 @@ class GetStatusResponse(_message.Message):
     NUM_FRONTS_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
+    NUM_POISON_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     model: _builtins.str
     epoch: _builtins.int
@@ -55,6 +56,8 @@ class GetStatusResponse(_message.Message):
     """Requests placed on workers."""
     num_fronts: _builtins.int
     uptime_s: _builtins.float
+    num_poison: _builtins.int
+    """Requests that were ended, since the coordinator's start, for what they did to the workers that computed them."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolStatus]: ...
     @_builtins.property
@@ -73,10 +76,11 @@ class GetStatusResponse(_message.Message):
         num_fronts: _builtins.int = ...,
         uptime_s: _builtins.float = ...,
         links: _abc.Iterable[Global___LinkStatus] | None = ...,
+        num_poison: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "epoch", b"epoch", "links", b"links", "model", b"model", "num_fronts", b"num_fronts", "num_queued", b"num_queued", "num_running", b"num_running", "pools", b"pools", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "epoch", b"epoch", "links", b"links", "model", b"model", "num_fronts", b"num_fronts", "num_poison", b"num_poison", "num_queued", b"num_queued", "num_running", b"num_running", "pools", b"pools", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
