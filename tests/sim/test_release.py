@@ -165,6 +165,8 @@ def left(world: World, case: Case) -> list[str]:
     return found
 
 
+@pytest.mark.bad_day(2)
+@pytest.mark.bad_day(6)
 @pytest.mark.parametrize("how", ["leave_ns", "deadline_ns"])
 @pytest.mark.parametrize("state", CASES)
 def test_everything_is_released_within_a_second(state: str, how: str) -> None:
