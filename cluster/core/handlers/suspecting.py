@@ -149,16 +149,16 @@ def _suspect(request: Request, worker: WorkerId) -> None:
 
 
 def _trial_on(parts: Parts, now_ns: int, worker: WorkerId) -> Trial | None:
-    """The trial that the worker is kept to; one that is over is forgotten."""
+    """The trial that the worker is kept to; one that is over is forgotten, one that only takes too long is not."""
     trial = parts.trials.get(worker)
     if trial is None:
         return None
     attempt = parts.attempts.get(trial.attempt_id)
     leg = None if attempt is None else attempt.leg_on(worker)
-    if attempt is not None and leg is not None and now_ns < trial.until_ns and _is_tried(attempt, leg):
-        return trial
-    parts.trials.close(worker)
-    return None
+    if attempt is None or leg is None or not _is_tried(attempt, leg):
+        parts.trials.close(worker)
+        return None
+    return trial if now_ns < trial.until_ns else None
 
 
 def _is_tried(attempt: Attempt, leg: Leg) -> bool:
