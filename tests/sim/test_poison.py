@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from cluster.core.ids import Outcome
-from cluster.sim.client import Client
+from cluster.sim.client import Client, Violation
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
 from cluster.sim.scenario import FaultKind, Poison, PoisonKind, Request
 from cluster.sim.worker_node import WorkerNode
 from cluster.sim.world import World
+from engine.core.block_pool import BlockPool
 from tests.sim.worlds import ANSWERED, ARRIVAL_NS, FAMILIES, ask, count, fault, finish, make_world, run_until
 
 NUM_PROMPT_TOKENS = 18
@@ -142,3 +143,9 @@ def test_a_worker_that_was_away_before_it_was_asked_convicts_nobody() -> None:
     run_until(world, lambda: not away.process.alive, limit_ns=LONG_NS)
     assert count(world, "Placed(", f"prefill=WorkerRef(worker={away.worker},") > 0, "its trial"
     assert finish(world)[0].outcome in ANSWERED and not world.coordinator.reports
+
+
+def test_keeping_what_cannot_be_trusted_in_the_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "forget", lambda self, block_ids: None)
+    with pytest.raises(Violation, match="was given token"):
+        test_a_request_for_which_nothing_usable_is_computed_fails_alone(5)
