@@ -18,7 +18,7 @@ from engine.model.decoder import DecoderModel
 from engine.model.device_sampler import DeviceSampler
 from engine.model.placement import on_device
 from engine.model.safetensors_file import ModelWeightsError
-from engine.model.sampler import NonFiniteLogitsError, Sampler, is_greedy_only, score
+from engine.model.sampler import Drawn, Sampler, is_greedy_only, score
 from engine.model.select import read_model
 from engine.model.transformers_config import TransformersConfig
 from engine.model.transformers_model import TransformersModel, load_transformers_model
@@ -26,6 +26,8 @@ from engine.model.weights import LoadProgress, load_weights
 from engine.step_tensors import StepTensorBuilder
 
 __all__ = ["Runner", "kv_block_size_bytes"]
+
+NOT_FINITE = "what the model computes for it is not finite"
 
 
 class Runner:
@@ -103,7 +105,8 @@ class Runner:
 
         `on_layer_written` is called with each layer's index as soon as the step's KV of that layer is in the pool.
 
-        Raises NonFiniteLogitsError if the model's output is not finite.
+        A sequence for which the model's output is not finite fails alone (StepResult.failures): no row of a step
+        depends on another.
         """
         if not plan.sequences:
             return StepResult(step_id=plan.step_id)
@@ -116,7 +119,7 @@ class Runner:
 
     def _run(self, plan: StepPlan, on_layer_written: LayerWritten | None) -> StepResult:
         logits_RV = self._model.forward(self._builder.build(plan), on_layer_written)
-        scores: dict[int, list[ScoredToken]] = {}
+        scores: dict[int, list[ScoredToken] | None] = {}
         if any(sequence.scored_ids for sequence in plan.sequences):
             scores, logits_RV = _take_scores(plan, logits_RV)
         sampling = [sequence for sequence in plan.sequences if sequence.sample]
@@ -124,7 +127,7 @@ class Runner:
         if len(drawn) < len(plan.sequences):
             in_order = iter(drawn)
             drawn = [next(in_order) if sequence.sample else () for sequence in plan.sequences]
-        return StepResult(step_id=plan.step_id, tokens=drawn, scores=scores)
+        return _result(plan, drawn, scores)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
@@ -146,14 +149,12 @@ class Runner:
         """
         for step_id, num_tokens in enumerate((max_num_tokens, 1)):
             sequences = [_warm_up_sequence(choice, sample=choice < max_num_rows) for choice in range(num_tokens)]
-            try:
-                self.run(StepPlan(step_id=step_id, sequences=sequences))
-            except NonFiniteLogitsError as error:
+            if self.run(StepPlan(step_id=step_id, sequences=sequences)).failures:
                 dtype = self.cache.layout.dtype
                 raise ModelWeightsError(
                     f"the model's output is not finite: look for NaN and infinity in its weights, and whether what it "
                     f"computes is within the range of {dtype}"
-                ) from error
+                )
 
 
 def _pool_and_backend(
@@ -175,12 +176,28 @@ def _pool_and_backend(
     return cache, select_backend(num_threads)
 
 
-def _take_scores(plan: StepPlan, logits_RV: torch.Tensor) -> tuple[dict[int, list[ScoredToken]], torch.Tensor]:
-    """The log-probabilities of prompt tokens, by index in the plan, and the rows that are left to sample from.
+def _result(plan: StepPlan, drawn: list[Drawn], scores: dict[int, list[ScoredToken] | None]) -> StepResult:
+    """`drawn`: of each sequence of the plan, () where none was to be drawn."""
+    if all(tokens is not None for tokens in drawn) and all(found is not None for found in scores.values()):
+        failures: dict[int, str] = {}
+    else:
+        failed = [index for index, tokens in enumerate(drawn) if tokens is None or scores.get(index, ()) is None]
+        failures = dict.fromkeys(failed, NOT_FINITE)
+    return StepResult(
+        step_id=plan.step_id,
+        tokens=[() if tokens is None or index in failures else tokens for index, tokens in enumerate(drawn)],
+        scores={index: found for index, found in scores.items() if found is not None and index not in failures},
+        failures=failures,
+    )
+
+
+def _take_scores(plan: StepPlan, logits_RV: torch.Tensor) -> tuple[dict[int, list[ScoredToken] | None], torch.Tensor]:
+    """The log-probabilities of prompt tokens, by index in the plan (None where one is not finite), and the rows left to
+    sample from.
 
     `logits_RV` has the rows that `StepTensorBuilder.build` asks for, in its order.
     """
-    scores: dict[int, list[ScoredToken]] = {}
+    scores: dict[int, list[ScoredToken] | None] = {}
     sampled_rows: list[int] = []
     row = 0
     for index, sequence in enumerate(plan.sequences):

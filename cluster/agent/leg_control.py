@@ -26,13 +26,15 @@ from cluster.agent.translation import (
     peer_of,
     sequence_spec,
 )
-from cluster.core.ids import AttemptId, Outcome, WorkerId
+from cluster.agent.trials import Trials
+from cluster.core.ids import AttemptId, Blame, Outcome, WorkerId
 from cluster.core.limits import NS_PER_MS
 from cluster.core.messages import (
     Committed,
     Finished,
     LegFailed,
     LegReleased,
+    LegSurvived,
     PeerFenced,
     Prefill,
     PrefillDone,
@@ -84,6 +86,7 @@ class LegControl:
         self._last_chunks = LastChunks(pushes, num_layers=config.num_layers, block_size=self._block_size)
         self._unstarted: dict[SequenceKey, Leg] = {}
         self._step_limits = StepLimits()
+        self._trials = Trials(legs, config.limits.num_trial_steps)
         self._lost_peers: Recent[PeerId | None, None] = Recent(config.push_limits.max_fenced_lives)
         self._messages: list[WorkerMessage] = []
 
@@ -125,6 +128,8 @@ class LegControl:
         leg = self._add_leg(now_ns, command.attempt, LegKind.DECODE, Phase.RESERVED, body)
         leg.peer = grant.sender
         leg.pinned_blocks = cached
+        if command.is_trial:
+            self._trials.begin(leg.attempt)
         leg.num_cached_tokens = len(cached) * self._block_size
         self._pool.count_lookup(body.num_input_tokens, leg.num_cached_tokens)
         self._messages.append(
@@ -167,6 +172,8 @@ class LegControl:
             leg = self._add_leg(now_ns, command.attempt, LegKind.LOCAL, Phase.RUNNING, body)
             if command.step_limit_ms > 0:
                 self._step_limits.add(leg.lead_key, command.step_limit_ms)
+            if command.is_trial:
+                self._trials.begin(leg.attempt)
             self._start(now_ns, leg, SequenceMode.LOCAL)
 
     def refuse(self, attempt: AttemptId, outcome: Outcome, reason: str) -> None:
@@ -251,10 +258,14 @@ class LegControl:
                 self._finish(now_ns, leg)
         for tokens in first_tokens.values():
             self._on_first_tokens(now_ns, self._leg_of(tokens[0].key), tokens)
+        for failed in outcome.failed:
+            self._fail_in_engine(now_ns, self._leg_of(failed.key), failed.reason, Blame.OWN)
+        survived = self._trials.step_done(emitted.key for emitted in outcome.emitted)
+        self._messages += [LegSurvived(attempt=attempt) for attempt in survived]
 
     def step_failed(self, now_ns: int, keys: list[SequenceKey], reason: str) -> None:
         for key in keys:
-            self.fail(now_ns, self._leg_of(key), Outcome.INTERNAL, f"the engine failed: {reason}", retryable=True)
+            self._fail_in_engine(now_ns, self._leg_of(key), f"the engine failed: {reason}", Blame.SHARED)
 
     # ---- settling --------------------------------------------------------------------------------------------
 
@@ -284,13 +295,27 @@ class LegControl:
             for arrived in notices.arrived:
                 self._on_arrived(now_ns, arrived)
 
-    def fail(self, now_ns: int, leg: Leg, outcome: Outcome, reason: str, *, retryable: bool) -> None:
+    def fail(
+        self,
+        now_ns: int,
+        leg: Leg,
+        outcome: Outcome,
+        reason: str,
+        *,
+        retryable: bool,
+        blame: Blame = Blame.NOBODY,
+    ) -> None:
         if leg.phase is Phase.CLOSING:
             return
         self._abandon(now_ns, leg, reason)
-        self._messages.append(LegFailed(attempt=leg.attempt, outcome=outcome, reason=reason, retryable=retryable))
+        self._messages.append(
+            LegFailed(attempt=leg.attempt, outcome=outcome, reason=reason, retryable=retryable, blame=blame)
+        )
 
     # ---- inside ----------------------------------------------------------------------------------------------
+
+    def _fail_in_engine(self, now_ns: int, leg: Leg, reason: str, blame: Blame) -> None:
+        self.fail(now_ns, leg, Outcome.INTERNAL, reason, retryable=True, blame=blame)
 
     def _add_leg(self, now_ns: int, attempt: AttemptId, kind: LegKind, phase: Phase, body: RequestBody) -> Leg:
         leg = Leg(attempt=attempt, kind=kind, phase=phase, body=body, created_ns=now_ns)
@@ -463,6 +488,7 @@ class LegControl:
         for key in self._step_limits.limited():
             limited = self._legs.of_sequence(key)
             assert limited is not None and limited.phase is Phase.RUNNING and limited.first_token_ns is None
+        self._trials.check_invariants()
         for key, leg in self._unstarted.items():
             assert leg.lead_key == key and self._legs.get(leg.attempt) is leg and leg.phase is Phase.RUNNING
         for leg in self._legs:

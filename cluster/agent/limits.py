@@ -46,8 +46,15 @@ class AgentLimits:
     max_hashes_per_block_events: int = 4_096
     max_step_failures: int = 3
     """Steps that may fail in a row before the worker gives itself up."""
+    max_failed_sequences: int = 16
+    """Sequences for which the engine may compute nothing usable, one after the other, with no sound one among them.
+    After so many it is the engine that is taken for damaged, and the worker gives itself up."""
     max_step_ns: int = 120 * NS_PER_S
-    """A step that has not ended by then never will: the worker gives itself up, and its requests go on elsewhere."""
+    """A step that has not ended by then never will: the worker gives itself up. The coordinator gives it up sooner
+    (MAX_STEP_NS), if there is one."""
+    num_trial_steps: int = 4
+    """An attempt on trial has survived at decode once so many steps have drawn a token of it. More than one, since what
+    was drawn last before a worker died may not have reached the client."""
 
     leave_notice_ns: int = 200_000_000
     """A worker that is asked to stop stays so long without a push: what was placed on it meanwhile arrives within, and

@@ -22,7 +22,7 @@ from cluster.agent.peer_links import PeerLinks
 from cluster.agent.pushes import Pushes
 from cluster.agent.stepper import Stepper
 from cluster.core.ids import FrontId, Outcome
-from cluster.core.limits import NS_PER_S
+from cluster.core.limits import NS_PER_MS, NS_PER_S
 from cluster.core.messages import (
     BlockCounts,
     CancelLeg,
@@ -85,6 +85,7 @@ class WorkerState:
         self._link = CoordinatorLink(config.hello.ref.worker, grace_ns=limits.coordinator_grace_ns, now_ns=now_ns)
         self._reports: list[WorkerMessage] = []
         self._refused_fronts: list[FrontId] = []
+        self._step_began_ns: int | None = None
         self._step_due_ns: int | None = None
         self._shutdown_reason: str | None = None
         self._leave_asked_ns: int | None = None
@@ -188,6 +189,7 @@ class WorkerState:
         plan = self._stepper.next_plan(self._control.step_limit_ms())
         if plan is not None:
             layer_marks = self._control.step_started(now_ns, plan)
+            self._step_began_ns = now_ns
             self._step_due_ns = now_ns + self._config.limits.max_step_ns
             effects.append(RunStep(plan=plan, layer_marks=layer_marks))
         effects += self._pushes.take_effects()
@@ -208,10 +210,11 @@ class WorkerState:
                 assert self._stepper.is_running(step_id), f"step {step_id} is over"
                 self._control.layers_written(now_ns, num_layers)
             case ev.StepDone(result=result, duration_ns=duration_ns):
-                self._step_due_ns = None
+                self._step_due_ns = self._step_began_ns = None
                 self._control.step_done(now_ns, self._stepper.done(result, duration_ns))
+                self._judge_engine()
             case ev.StepFailed(reason=reason):
-                self._step_due_ns = None
+                self._step_due_ns = self._step_began_ns = None
                 self._on_step_failed(now_ns, reason)
             case ev.CommandReceived(command=command, body=body):
                 if self._link.accepts(command):
@@ -242,7 +245,7 @@ class WorkerState:
     def _hello(self, now_ns: int) -> WorkerHello:
         return replace(
             self._config.hello,
-            load=self.load(),
+            load=self._load(now_ns),
             inventory=inventory_of(self._legs, self._outbox, self._pushes.leases(now_ns), self._config.hello.role),
             fenced=self._pushes.fenced_lives(),
             epoch=self._link.epoch,
@@ -316,6 +319,12 @@ class WorkerState:
         if self._stepper.num_failed_in_a_row >= self._config.limits.max_step_failures:
             self._shutdown_reason = f"{self._stepper.num_failed_in_a_row} steps failed in a row: {reason}"
 
+    def _judge_engine(self) -> None:
+        """It computes nothing usable for anybody: whatever it is, only a new life can be free of it."""
+        num_failed = self._stepper.num_unusable_in_a_row
+        if num_failed >= self._config.limits.max_failed_sequences:
+            self._shutdown_reason = f"the engine computed nothing usable for {num_failed} sequences in a row"
+
     # ---- leaving ---------------------------------------------------------------------------------------------
 
     def _on_leave_requested(self, now_ns: int) -> None:
@@ -340,9 +349,13 @@ class WorkerState:
 
     # ---- time ------------------------------------------------------------------------------------------------
 
+    def _load(self, now_ns: int) -> WorkerLoad:
+        age_ns = 0 if self._step_began_ns is None else now_ns - self._step_began_ns
+        return replace(self.load(), step_age_ms=age_ns // NS_PER_MS)
+
     def _heartbeat(self, now_ns: int) -> Heartbeat:
         return Heartbeat(
-            load=self.load(),
+            load=self._load(now_ns),
             leases=self._pushes.leases(now_ns),
             links=self.links(),
             is_leaving=self._leave_asked_ns is not None,

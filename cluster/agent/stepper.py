@@ -17,6 +17,9 @@ class Stepper:
         self._block_size = block_size
         self.costs = StepCosts()
         self.num_failed_in_a_row = 0
+        """Steps."""
+        self.num_unusable_in_a_row = 0
+        """Sequences that failed alone, since the last token that was drawn."""
         self._plan: StepPlan | None = None
         self._planned: dict[SequenceKey, None] = {}
         self._aborted: dict[SequenceKey, None] = {}
@@ -44,6 +47,7 @@ class Stepper:
         assert self._plan is not None and result.step_id == self._plan.step_id, "a result that no plan asked for"
         self.costs.add(self._plan, duration_ns)
         self.num_failed_in_a_row = 0
+        self.num_unusable_in_a_row = 0 if any(result.tokens) else self.num_unusable_in_a_row + len(result.failures)
         self._clear()
         return self.scheduler.apply(result)
 

@@ -24,6 +24,7 @@ def status_json(status: admin_pb2.GetStatusResponse) -> dict[str, Any]:
         "fronts": status.num_fronts,
         "queued": status.num_queued,
         "running": status.num_running,
+        "poison_requests": status.num_poison,
         "pools": [
             {
                 "name": pool.name,
@@ -61,6 +62,8 @@ def status_text(status: admin_pb2.GetStatusResponse) -> str:
     # One table, cut where pools begin, so that their columns stand below each other.
     header, *lines = format_table(_WORKER_HEADER, rows).splitlines()
     parts = [cluster]
+    if status.num_poison:
+        parts.append(f"warning: {status.num_poison} poison requests were ended; the coordinator's log names them")
     for pool in status.pools:
         parts.append("\n".join([_pool_title(pool), header, *lines[: len(pool.workers)]]))
         del lines[: len(pool.workers)]

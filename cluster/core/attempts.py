@@ -37,6 +37,7 @@ class Leg:
         num_unread_tokens: prompt tokens it has still to read, as far as is known; 0 once it has.
         expected: hashes of the blocks that the prefix map expects of its worker because of it.
         unreported: whether the worker's last heartbeat left before it was told of this leg.
+        was_computed: it was told to stop, or said that it does, while its worker may have had it in a step.
     """
 
     attempt_id: AttemptId
@@ -47,6 +48,7 @@ class Leg:
     num_unread_tokens: int
     state: LegState = LegState.PLANNED
     unreported: bool = True
+    was_computed: bool = False
     expected: tuple[bytes, ...] = ()
 
     @property
@@ -65,6 +67,8 @@ class Attempt:
         finished_by: the half whose worker drew the request's last token, None before that.
         read_ns: when the prefill worker said that it had drawn the first token, None before that.
         why: the placement's reason, in words.
+        is_trial: its request is suspected of having ended workers. is_alone: and nothing is computed beside it that
+            may do so as well. has_survived: it has come through its first steps.
     """
 
     attempt_id: AttemptId
@@ -77,6 +81,9 @@ class Attempt:
     committed: bool = False
     finished_by: Role | None = None
     read_ns: int | None = None
+    is_trial: bool = False
+    is_alone: bool = False
+    has_survived: bool = False
 
     @property
     def legs(self) -> tuple[Leg, ...]:
@@ -87,6 +94,12 @@ class Attempt:
     def is_over(self) -> bool:
         """Nobody counts on it and no worker holds anything of it."""
         return not self.is_current and all(leg.is_released for leg in self.legs)
+
+    def is_computed(self, leg: Leg) -> bool:
+        """Whether the leg's worker may have it in a step: prefill until it has read it, decode since it has its KV."""
+        if leg.state is not LegState.ACTIVE or self.finished_by is not None:
+            return False
+        return leg.num_unread_tokens > 0 if leg.half is Role.PREFILL else self.committed
 
     def leg_on(self, worker: WorkerId) -> Leg | None:
         return next((leg for leg in self.legs if leg.worker == worker), None)

@@ -56,4 +56,12 @@ class WarnOfFewPushes:
     few: FewPushes
 
 
-Effect = ToWorker | ToFront | DropBody | GiveUpWorker | WarnOfLink | WarnOfFewPushes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportPoison:
+    """Tell operators, in the log: the request was ended for what it does to the workers that compute it."""
+
+    request_id: str
+    reason: str
+
+
+Effect = ToWorker | ToFront | DropBody | GiveUpWorker | WarnOfLink | WarnOfFewPushes | ReportPoison

@@ -74,6 +74,18 @@ class LegStage(Enum):
     CLOSING = "closing"
 
 
+class Blame(Enum):
+    """Whose fault a worker takes a failure of an attempt for.
+
+    NOBODY: the worker's own, or the transfer's. SHARED: the engine failed in a step, and it may have been any of those
+    that were in it. OWN: the engine computed nothing usable for this one, while others were sound.
+    """
+
+    NOBODY = "nobody"
+    SHARED = "shared"
+    OWN = "own"
+
+
 class Outcome(Enum):
     """How a request ends; every request ends in exactly one."""
 

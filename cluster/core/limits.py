@@ -23,6 +23,18 @@ FINISHED_TIMEOUT_NS: Final = 60 * NS_PER_S
 After that they may be out of the front's reach for good, and the attempt has failed."""
 RELEASE_TIMEOUT_NS: Final = 30 * NS_PER_S
 """A worker that has not released a cancelled leg by then is given up: nothing may stay held for ever."""
+MAX_STEP_NS: Final = 30 * NS_PER_S
+"""A worker whose step has been running for longer is given up: its heartbeats go on, its engine does not ..."""
+MAX_STEP_FACTOR: Final = 8
+"""... unless the longest step that it may plan would take more than that even at a fraction of its usual pace."""
+MAX_TRIAL_NS: Final = 10 * NS_PER_S
+"""A worker is kept to a request on trial for so long at most; then others are placed beside it."""
+MAX_APART_NS: Final = 10 * NS_PER_S
+"""A suspected request at the head of the queue waits for workers of its own for so long at most."""
+MAX_SUSPICIONS: Final = 8
+"""Lost workers that a suspected request is remembered with: the latest."""
+MAX_OWN_FAILURES: Final = 2
+"""Attempts at a request for which an engine computed nothing usable, before the request is ended for it."""
 UNKNOWN_ATTEMPT: Final = "the coordinator does not know it"
 """Reason given with the cancellation of a leg that only its worker knows of."""
 REBUILD_WINDOW_NS: Final = 5 * NS_PER_S

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.core.ids import AttemptId, FrontId, Outcome, Role, Route, WorkerId
+from cluster.core.ids import AttemptId, Blame, FrontId, Outcome, Role, Route, WorkerId
 from cluster.core.reports import HeldLeg, LeaseInfo, LinkReport, LiveRequest
 
 # ---- shared parts ---------------------------------------------------------------------------------------------
@@ -136,6 +136,7 @@ class Resubmit:
         num_delivered: of the answer of which least was delivered: they are read before anything is drawn.
         num_choices: answers that are still to be written.
         num_unshared: tokens delivered of the other answers beyond that.
+        block_hashes: of the full blocks of the prompt and of what was delivered of that answer, in order.
         attempt_floor: as in Submit.
     """
 
@@ -145,6 +146,7 @@ class Resubmit:
     num_choices: int = 1
     num_unshared: int = 0
     attempt_floor: int = 0
+    block_hashes: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +240,7 @@ class WorkerLoad:
     token of context. `prefix_query_tokens` have been looked up in the prefix cache, `prefix_hit_tokens` found.
     `chunk_token_ms` is what a prompt token adds to a step that writes as well, `reading_ms` what all steps that read
     prompts have taken.
+    `step_age_ms` is how long the step that is under way has been running, 0 if none is.
     """
 
     num_running: int = 0
@@ -252,6 +255,7 @@ class WorkerLoad:
     prefix_hit_tokens: int = 0
     chunk_token_ms: float = 0.0
     reading_ms: int = 0
+    step_age_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,6 +373,14 @@ class LegFailed:
     outcome: Outcome
     reason: str
     retryable: bool
+    blame: Blame = Blame.NOBODY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegSurvived:
+    """Decode has drawn a few tokens of an attempt that is on trial, and lives."""
+
+    attempt: AttemptId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,6 +409,7 @@ WorkerMessage = (
     | LegReleased
     | PeerFenced
     | BlockEvents
+    | LegSurvived
 )
 
 # ---- coordinator -> worker (commands; each is sent with the epoch and the worker's id, see Command) -----------
@@ -416,13 +429,14 @@ class WorkerRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """Decode leg: reserve blocks for `num_tokens` tokens, less those cached. Carries a body."""
+    """Decode leg: reserve for `num_tokens` tokens, less those cached. Carries a body. `is_trial`: as in RunLocal."""
 
     attempt: AttemptId
     lease_id: int
     source: WorkerRef
     num_tokens: int
     ttl_ms: int
+    is_trial: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,10 +456,12 @@ class RunLocal:
     """Run the whole request here, prompt and answer. Carries a body.
 
     `step_limit_ms`: while the prompt is read, steps that also write answers are to take no longer; 0 for no limit.
+    `is_trial`: LegSurvived is wanted.
     """
 
     attempt: AttemptId
     step_limit_ms: float = 0.0
+    is_trial: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from cluster.core.effects import DropBody, Effect, GiveUpWorker, ToFront, ToWorker, WarnOfFewPushes, WarnOfLink
+from cluster.core.effects import (
+    DropBody,
+    Effect,
+    GiveUpWorker,
+    ReportPoison,
+    ToFront,
+    ToWorker,
+    WarnOfFewPushes,
+    WarnOfLink,
+)
 from cluster.core.ids import FrontId, WorkerId
 from cluster.core.links import Link
 from cluster.core.messages import Command, CommandBody, ToFrontMessage
@@ -38,6 +47,9 @@ class Outbox:
 
     def warn_of_few_pushes(self, few: FewPushes) -> None:
         self._effects.append(WarnOfFewPushes(few=few))
+
+    def report_poison(self, request_id: str, reason: str) -> None:
+        self._effects.append(ReportPoison(request_id=request_id, reason=reason))
 
     def take(self) -> list[Effect]:
         effects, self._effects = self._effects, []

@@ -17,6 +17,7 @@ from cluster.core.rebuild import RebuildWindow
 from cluster.core.requests import RequestTable
 from cluster.core.routes import HandOverCosts, RouteRecord
 from cluster.core.timers import Timers
+from cluster.core.trials import TrialTable
 from cluster.core.workers import WorkerRegistry
 
 
@@ -37,6 +38,7 @@ class Parts:
     prefixes: PrefixMap = field(default_factory=PrefixMap)
     timers: Timers = field(default_factory=Timers)
     rebuild: RebuildWindow = field(default_factory=RebuildWindow)
+    trials: TrialTable = field(default_factory=TrialTable)
     fronts: dict[str, FrontId] = field(default_factory=dict)
     num_leases_made: int = 0
     num_draws: int = 0

@@ -65,7 +65,7 @@ class Request:
 
     Attributes:
         rank: order of admission; kept for life.
-        chain: packed hashes of the blocks that its prompt can find in a cache (its last token is computed always).
+        chain: packed hashes of the blocks that what it reads can find in a cache (its last token is computed always).
         deadline_ns: the client's deadline. phase_deadline_ns: when this phase must be over. None where there is none.
         queued_ns: when it entered the queue; a refused reservation does not change it.
         attempt: number of the latest attempt, 0 before the first.
@@ -76,6 +76,9 @@ class Request:
         num_unshared: such tokens of the others beyond these.
         excluded: decode workers not to be asked, until when.
         waiting_for: why it has no place, in words.
+        suspicions: workers that ended while they computed it, since it last came through a trial.
+        apart_until_ns: until when it waits for workers of its own, once that has begun.
+        num_own_failures: attempts for which an engine computed nothing usable. avoided: the last worker of these.
     """
 
     request_id: str
@@ -99,6 +102,10 @@ class Request:
     last_failure: Failure | None = None
     excluded: dict[WorkerId, int] = field(default_factory=dict)
     waiting_for: str = ""
+    suspicions: tuple[WorkerId, ...] = ()
+    apart_until_ns: int | None = None
+    num_own_failures: int = 0
+    avoided: WorkerId | None = None
 
     @property
     def attempt_id(self) -> AttemptId:

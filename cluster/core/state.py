@@ -39,6 +39,7 @@ from cluster.core.messages import (
     Heartbeat,
     LegFailed,
     LegReleased,
+    LegSurvived,
     PeerFenced,
     PrefillDone,
     RequestDone,
@@ -136,6 +137,7 @@ class ClusterState:
         self._check_leases()
         self._check_timers()
         assert all(parts.workers.get(writer) is not None for writer in parts.links.writers()), "a lost worker's link"
+        assert all(parts.workers.get(worker) is not None for worker in parts.trials.workers()), "a lost worker's trial"
         assert parts.prefixes.lives() == [worker.id for worker in parts.workers.all()], "blocks of a lost worker"
 
     def _from_front(self, now_ns: int, front: FrontId, message: FrontMessage) -> None:
@@ -190,6 +192,8 @@ class ClusterState:
                 legs.on_finished(parts, now_ns, sender, message)
             case LegFailed():
                 legs.on_leg_failed(parts, now_ns, sender, message)
+            case LegSurvived():
+                legs.on_leg_survived(parts, sender, message)
             case LegReleased():
                 legs.on_leg_released(parts, now_ns, sender, message)
 

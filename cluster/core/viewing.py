@@ -40,6 +40,7 @@ def view_cluster(parts: Parts, now_ns: int) -> ClusterView:
         num_leases=len(parts.leases),
         links=parts.links.all(),
         routes=_view_routes(parts),
+        num_poison=parts.trials.num_condemned,
     )
 
 

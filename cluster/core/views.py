@@ -75,7 +75,7 @@ class RoutesView:
 class ClusterView:
     """`num_running` counts requests with a place; the rest of `num_requests` waits, for a place or for a front.
 
-    `links`: by writer and peer.
+    `links`: by writer and peer. `num_poison`: requests that were ended for what they did to workers.
     """
 
     name: str
@@ -88,6 +88,7 @@ class ClusterView:
     num_leases: int
     links: tuple[Link, ...]
     routes: RoutesView = field(default_factory=RoutesView)
+    num_poison: int = 0
 
     @property
     def is_ready(self) -> bool:

@@ -117,6 +117,8 @@ class InferenceService:
             request_id=request_id,
             body=body,
             block_hashes=block_hashes,
+            block_size=self._model.block_size,
+            extra_key=self._model.extra_key(body.adapter, body.cache_salt),
             tenant=checked.tenant,
             deadline_ns=deadline_ns,
             max_latency_ms=checked.max_latency_ms,

@@ -59,6 +59,7 @@ from cluster.front.request_events import (
     WorkerStreamLost,
     WorkerStreamRestored,
 )
+from cluster.front.request_hashes import hashes_of
 from cluster.front.request_legs import AttemptLegs
 from cluster.front.request_spec import RequestLimits, RequestSpec
 from cluster.front.request_timeline import TimelineRecorder
@@ -445,6 +446,7 @@ class FrontRequest:
             num_choices=progress.num_choices,
             num_unshared=progress.num_unshared,
             attempt_floor=self._attempt_floor,
+            block_hashes=hashes_of(self.spec, body),
         )
         out.append(ToCoordinator(message=message, body=body))
 

@@ -29,12 +29,15 @@ class RequestSpec:
         body: complete; nothing is delivered of any answer yet. block_hashes: of the prompt's full blocks, in order.
         deadline_ns: the client's deadline on the owner's clock, None if it has none.
         max_latency_ms: longest time to the first token that is of use to the client, None if there is no limit.
+        block_size, extra_key: what else names the blocks that are filled later; 0 where they need no names.
         has_stop_strings: the owner searches the delivered text and reports StopMatched.
     """
 
     request_id: str
     body: RequestBody
     block_hashes: tuple[bytes, ...] = ()
+    block_size: int = 0
+    extra_key: bytes = b""
     tenant: str = ""
     deadline_ns: int | None = None
     max_latency_ms: int | None = None

@@ -65,8 +65,11 @@ class ServedModel:
 
     def hash_prompt(self, prompt_ids: tuple[int, ...], adapter: str, cache_salt: str) -> tuple[bytes, ...]:
         """Names of the prompt's full blocks, by which workers may have them cached."""
-        extra = extra_key(self.fingerprint, adapter, cache_salt)
-        return tuple(hash_blocks(prompt_ids, self.block_size, extra))
+        return tuple(hash_blocks(prompt_ids, self.block_size, self.extra_key(adapter, cache_salt)))
+
+    def extra_key(self, adapter: str, cache_salt: str) -> bytes:
+        """What the name of a block depends on besides the tokens up to its end."""
+        return extra_key(self.fingerprint, adapter, cache_salt)
 
 
 def load_model(settings: FrontSettings) -> ServedModel:

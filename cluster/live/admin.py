@@ -31,6 +31,7 @@ def status_response(
         links=[_link_status(link) for link in view.links],
         routes=_routes_status(view.routes) if any(pool.role is Role.PREFILL for pool in config.pools) else None,
         metrics_address=metrics_address,
+        num_poison=view.num_poison,
     )
 
 

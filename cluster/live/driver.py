@@ -173,6 +173,8 @@ class Driver:
                 logger.warning("slow link: %s", link)
             case effects.WarnOfFewPushes(few=few):
                 logger.warning("few pushes: %s", few)
+            case effects.ReportPoison(request_id=request_id, reason=reason):
+                logger.error("poison request %s is ended: %s", request_id, reason)
 
     def _to_worker(self, effect: effects.ToWorker) -> None:
         stream = self._workers.get(effect.worker)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from cluster.core import events
 from cluster.core.brief import brief
-from cluster.core.effects import DropBody, Effect, ToFront, ToWorker
+from cluster.core.effects import DropBody, Effect, ReportPoison, ToFront, ToWorker
 from cluster.core.events import Event
 from cluster.core.ids import AttemptId
 from cluster.core.messages import LegTimeline, WorkerRef
@@ -188,6 +188,8 @@ def _describe_effect(effect: Effect, request_id: str) -> str | None:
         return f"-> {effect.worker}: {_short(effect.command.body)}"
     if isinstance(effect, ToFront) and _concerns(effect.message, request_id):
         return f"-> {effect.front}: {_short(effect.message)}"
+    if isinstance(effect, ReportPoison) and effect.request_id == request_id:
+        return f"-> operators are told of a poison request: {effect.reason}"
     if isinstance(effect, DropBody) and effect.request_id == request_id:
         return "-> its prompt is dropped"
     return None

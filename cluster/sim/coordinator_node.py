@@ -44,6 +44,8 @@ class CoordinatorNode:
         self.state = state
         self.bodies: dict[str, RequestBody] = {}
         self.warnings: list[FewPushes] = []
+        self.reports: list[effects.ReportPoison] = []
+        """What operators are told."""
         self._fronts: dict[FrontId, StreamEnd] = {}
         self._workers: dict[WorkerId, StreamEnd] = {}
         self._end_worker = end_worker
@@ -132,6 +134,8 @@ class CoordinatorNode:
                 if given_up is not None:
                     given_up.close()
                 self._end_worker(effect.worker)
+            case effects.ReportPoison():
+                self.reports.append(effect)
             case effects.WarnOfLink():
                 raise AssertionError("simulated links have no measured bandwidth")
             case effects.WarnOfFewPushes(few=few):

@@ -13,6 +13,8 @@ from engine.core.step import SampledToken, ScoredToken, SequenceStep, StepPlan, 
 
 VOCABULARY_SIZE = 64
 EOS_TOKEN_ID = 2
+RUBBISH = 0x0BAD
+"""Content of a slot whose token's KV could not be computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +80,14 @@ def prompt_logprobs(prompt_ids: Sequence[int], sampling: SamplingParams) -> list
 class StepRun:
     """A step under way. It computes at its first layer, or before if it is told to, and writes layer by layer."""
 
-    def __init__(self, plan: StepPlan, memory: KVMemory, variant: int = 0) -> None:
+    def __init__(
+        self, plan: StepPlan, memory: KVMemory, variant: int = 0, unusable: frozenset[int] = frozenset()
+    ) -> None:
+        """`unusable`: of the plan's sequences, those for which rubbish is computed."""
         self._plan = plan
         self._memory = memory
         self._variant = variant
+        self._unusable = unusable
         self._slots: list[tuple[list[int], int, int]] = []
         """(block table, position, content) of what it writes."""
         self._result: StepResult | None = None
@@ -93,7 +99,15 @@ class StepRun:
             return self._result
         tokens: list[tuple[SampledToken, ...]] = []
         scores: dict[int, list[ScoredToken]] = {}
+        failures: dict[int, str] = {}
         for index, step in enumerate(self._plan.sequences):
+            if index in self._unusable:
+                positions = range(step.start, step.start + len(step.token_ids))
+                self._slots += [(step.block_table, position, RUBBISH) for position in positions]
+                tokens.append(())
+                if step.sample or step.scored_ids:
+                    failures[index] = "what is computed for it is not finite"
+                continue
             context = ContextHash(self._memory.read(step.block_table, step.start))
             for offset, token_id in enumerate(step.token_ids):
                 self._slots.append((step.block_table, step.start + offset, context.append(token_id)))
@@ -102,7 +116,7 @@ class StepRun:
                     scored = ScoredToken(token_id=scored_id, logprob=logprob(context, scored_id))
                     scores.setdefault(index, []).append(scored)
             tokens.append(_sample(step, context, self._variant) if step.sample else ())
-        self._result = StepResult(step_id=self._plan.step_id, tokens=tokens, scores=scores)
+        self._result = StepResult(step_id=self._plan.step_id, tokens=tokens, scores=scores, failures=failures)
         return self._result
 
     def write_layers(self, num_layers: int) -> None:

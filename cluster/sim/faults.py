@@ -52,6 +52,7 @@ class FaultInjector:
             FaultKind.CLOCK_JUMP: self._clock_jump,
             FaultKind.SLOW_ENGINE: self._slow_engine,
             FaultKind.FAIL_STEPS: self._fail_steps,
+            FaultKind.STUCK_ENGINE: self._stuck_engine,
         }
         for fault in faults:
             cluster.kernel.at(fault.at_ns, self._action(fault))
@@ -132,3 +133,12 @@ class FaultInjector:
         node = self._cluster.worker(fault.target)
         if node is not None:
             node.faults.num_steps_to_fail = int(fault.amount)
+
+    def _stuck_engine(self, fault: Fault) -> Callable[[], None] | None:
+        """A step that begins within the duration never ends. Everything else of the worker goes on."""
+        node = self._cluster.worker(fault.target)
+        if node is None:
+            return None
+        faults = node.faults
+        faults.is_stuck = True
+        return lambda: setattr(faults, "is_stuck", False)

@@ -9,7 +9,7 @@ from cluster.core.disaggregation import DisaggregationConfig
 from cluster.sim.engine_model import VOCABULARY_SIZE, StepCost
 from cluster.sim.fabric import Family
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
-from cluster.sim.scenario import Fault, FaultKind, Request, Scenario
+from cluster.sim.scenario import Fault, FaultKind, Poison, PoisonKind, Request, Scenario
 from engine.core.sampling import SamplingParams
 from kv_transfer.protocol.sampling import Checksums
 
@@ -64,6 +64,8 @@ def generate(seed: int) -> Scenario:
     )
     requests = _requests(draw, shape)
     faults = _faults(draw, shape, requests)
+    # From a source of their own: what else a seed means does not depend on them.
+    requests = _poisoned(random.Random(f"{seed}/poison"), requests)
     return dataclasses.replace(
         shape,
         requests=requests,
@@ -115,6 +117,17 @@ def _request(draw: random.Random, shape: Scenario, index: int, stems: list[list[
         cache_salt=draw.choice(("", "", "", "tenant-a")),
         is_invalid=is_invalid,
     )
+
+
+def _poisoned(draw: random.Random, requests: tuple[Request, ...]) -> tuple[Request, ...]:
+    """In some histories one or two of them do harm to whoever computes them."""
+    changed = list(requests)
+    for _ in range(draw.choice((0, 0, 0, 0, 0, 0, 0, 1, 2))):
+        index = draw.randrange(len(changed))
+        num_tokens = draw.randint(1, len(changed[index].prompt_ids) + 8)
+        poison = Poison(kind=draw.choice(tuple(PoisonKind)), num_tokens=num_tokens)
+        changed[index] = dataclasses.replace(changed[index], poison=poison)
+    return tuple(changed)
 
 
 def _sampling(draw: random.Random, room: int) -> SamplingParams:

@@ -110,7 +110,7 @@ def run_world(world: World) -> None:
     world.stop_faults()
     _run_until_empty(world, LIVENESS_NS, lambda: _unfinished(world), "never ended")
     check_outcomes(world)
-    if not scenario.faults:
+    if not scenario.has_trouble:
         _run_until_empty(world, PROMPT_NS, lambda: held(world), "is held")
     _run_until_empty(world, GRACE_NS, lambda: leftovers(world), "is left over")
     world.check_invariants()

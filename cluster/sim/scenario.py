@@ -17,6 +17,24 @@ from kv_transfer.protocol.limits import PushLimits
 from kv_transfer.protocol.sampling import Checksums
 
 
+class PoisonKind(Enum):
+    """What a poison request does to the worker that computes it: CRASH ends it in the midst of the step, RAISE fails
+    the step, NOT_FINITE leaves nothing usable of the request itself, STUCK never lets the step end."""
+
+    CRASH = "crash"
+    RAISE = "raise"
+    NOT_FINITE = "not_finite"
+    STUCK = "stuck"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Poison:
+    """It strikes in the step that computes the `num_tokens`-th token of prompt and answer together."""
+
+    kind: PoisonKind
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One client's request.
@@ -28,6 +46,7 @@ class Request:
         num_choices: answers asked for.
         stop_pair: two token ids that stand for a stop string.
         is_invalid: it can never fit and must be refused.
+        poison: computing it does harm, None for what is harmless.
     """
 
     request_id: str
@@ -44,6 +63,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     is_invalid: bool = False
+    poison: Poison | None = None
 
 
 class FaultKind(Enum):
@@ -61,6 +81,7 @@ class FaultKind(Enum):
     CLOCK_JUMP = "clock_jump"
     SLOW_ENGINE = "slow_engine"
     FAIL_STEPS = "fail_steps"
+    STUCK_ENGINE = "stuck_engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +164,11 @@ class Scenario:
     def chunk_tokens(self, role: Role) -> int:
         of_decode = self.prefill_chunk_tokens if self.decode_chunk_tokens is None else self.decode_chunk_tokens
         return of_decode if role is Role.DECODE else self.prefill_chunk_tokens
+
+    @property
+    def has_trouble(self) -> bool:
+        """Whether something is to go wrong."""
+        return bool(self.faults) or any(request.poison is not None for request in self.requests)
 
     @property
     def worker_names(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@ and engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
@@ -21,6 +21,7 @@ from cluster.sim.kv_memory import KVMemory, checksum
 from cluster.sim.network import Network, StreamEnd
 from cluster.sim.process import Alarm, Process
 from cluster.sim.push_bridge import PushBridge
+from cluster.sim.scenario import Poison, PoisonKind
 from engine.core.step import StepPlan
 from kv_transfer.protocol.ranks import bad_blocks
 
@@ -34,6 +35,7 @@ class EngineFaults:
 
     slowness: float = 1.0
     num_steps_to_fail: int = 0
+    is_stuck: bool = False
 
 
 class WorkerNode:
@@ -48,6 +50,7 @@ class WorkerNode:
         *,
         cost: StepCost,
         num_variants: int,
+        poisons: Mapping[str, Poison],
         random: Random,
         after_event: Callable[[WorkerState], None],
     ) -> None:
@@ -57,11 +60,14 @@ class WorkerNode:
         self.faults = EngineFaults()
         self.busy_ns = 0
         """What its steps have taken."""
+        self.num_computed_tokens = 0
+        """In all of its steps."""
         rubbish = random.getrandbits(60)
         self.memory = KVMemory(config.num_blocks, config.hello.block_size, rubbish, config.num_layers)
         self._network = network
         self._cost = cost
         self._num_variants = num_variants
+        self._poisons = poisons
         self._random = random
         self._after_event = after_event
         self.bridge = PushBridge(fabric, process, self.worker, self.memory, handle=self.handle)
@@ -132,10 +138,18 @@ class WorkerNode:
         plan, marks = effect.plan, effect.layer_marks
         duration_ns = int(self._cost.duration_ns(plan) * self.faults.slowness * (0.9 + 0.2 * self._random.random()))
         self.busy_ns += duration_ns
-        run = StepRun(plan, self.memory, self._random.randrange(self._num_variants))
-        fails = self.faults.num_steps_to_fail > 0
+        self.num_computed_tokens += plan.num_tokens
+        struck = self._struck(plan)
+        unusable = frozenset(index for index, kind in struck.items() if kind is PoisonKind.NOT_FINITE)
+        run = StepRun(plan, self.memory, self._random.randrange(self._num_variants), unusable)
+        kinds = struck.values()
+        if PoisonKind.CRASH in kinds:
+            self.process.after(int(duration_ns * self._random.random()), lambda: self.process.exit("poisoned"))
+        if self.faults.is_stuck or PoisonKind.STUCK in kinds:
+            return
+        fails = self.faults.num_steps_to_fail > 0 or PoisonKind.RAISE in kinds
         if fails:
-            self.faults.num_steps_to_fail -= 1
+            self.faults.num_steps_to_fail = max(0, self.faults.num_steps_to_fail - 1)
             marks = marks[: self._random.randrange(len(marks) + 1)]
         if self._random.random() < 0.5:
             run.compute()
@@ -147,6 +161,19 @@ class WorkerNode:
             self.process.after(duration_ns, lambda: self.handle(events.StepFailed(reason="injected failure")))
         else:
             self.process.after(duration_ns, lambda: self._step_done(run, duration_ns))
+
+    def _struck(self, plan: StepPlan) -> dict[int, PoisonKind]:
+        """What the poison requests in the step do, by their index in the plan."""
+        struck = {}
+        for index, step in enumerate(plan.sequences):
+            poison = self._poisons.get(step.key.request_id) if self._poisons else None
+            if poison is None:
+                continue
+            end = step.start + len(step.token_ids)
+            # What is not finite stays so; the rest is a matter of one token.
+            if end >= poison.num_tokens and (step.start < poison.num_tokens or poison.kind is PoisonKind.NOT_FINITE):
+                struck[index] = poison.kind
+        return struck
 
     def _writing(self, run: StepRun, plan: StepPlan, num_layers: int) -> Callable[[], None]:
         def write() -> None:

@@ -98,6 +98,7 @@ class World:
         self.fabric.faults.clear()
         for node in self.all_workers:
             node.faults.num_steps_to_fail = 0
+            node.faults.is_stuck = False
 
     def _new_process(self, name: str) -> Process:
         incarnation = self._incarnations.get(name, 0) + 1
@@ -148,6 +149,7 @@ class World:
             config,
             cost=self.scenario.cost,
             num_variants=self.scenario.num_variants,
+            poisons={each.request_id: each.poison for each in self.scenario.requests if each.poison is not None},
             random=self.kernel.stream(str(process)),
             after_event=self._after_event,
         )
@@ -213,6 +215,8 @@ class World:
                 priority=request.priority,
             ),
             block_hashes=tuple(hash_blocks(request.prompt_ids, self.scenario.block_size, extra)),
+            block_size=self.scenario.block_size,
+            extra_key=extra,
             deadline_ns=None if request.deadline_ns is None else process.now_ns() + request.deadline_ns,
             max_latency_ms=request.max_latency_ms,
             has_stop_strings=request.stop_pair is not None,

@@ -44,6 +44,7 @@ _WORKER: dict[str, type] = {
     "leg_released": messages.LegReleased,
     "peer_fenced": messages.PeerFenced,
     "block_events": messages.BlockEvents,
+    "leg_survived": messages.LegSurvived,
 }
 _COMMAND: dict[str, type] = {
     "worker_welcome": messages.WorkerWelcome,

@@ -234,6 +234,13 @@ class BlockPool:
             self.release([block_id])
         return indexed_id
 
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """What these blocks, which are in use, hold is not trusted: they cannot be found any more."""
+        for block_id in block_ids:
+            assert self._states[block_id] is BlockState.ACTIVE, f"block {block_id} is not active"
+            if block_id in self._index:
+                self._index.remove(block_id)
+
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Block ids of the longest prefix of `hashes` that lies in the pool. They are not acquired."""
         return self._index.match(hashes)

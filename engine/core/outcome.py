@@ -58,6 +58,15 @@ class ScoredPrompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FailedSequence:
+    """The step had no usable result for this sequence alone. The scheduler has forgotten it, and its siblings that had
+    not started."""
+
+    key: SequenceKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
     """Everything that a step brought, in the plan's order. `preempted` also names what planning it pushed out."""
 
@@ -65,3 +74,4 @@ class StepOutcome:
     emitted: list[EmittedToken] = field(default_factory=list)
     progress: list[PrefillProgress] = field(default_factory=list)
     preempted: list[SequenceKey] = field(default_factory=list)
+    failed: list[FailedSequence] = field(default_factory=list)

@@ -97,6 +97,11 @@ class PrefixIndex:
     def evict(self) -> int:
         """Forgets one idle block and returns its id. At least one must be idle."""
         block_id = (self._idle_leaves or self._idle_inner).pop_oldest()
+        self.remove(block_id)
+        return block_id
+
+    def remove(self, block_id: int) -> None:
+        """Forgets a block that is not idle. What follows it cannot be reached any more, and is evicted in its time."""
         block_hash, parent_hash = self._names.pop(block_id)
         del self._block_of[block_hash]
         num_siblings = self._num_children[parent_hash] - 1
@@ -109,7 +114,6 @@ class PrefixIndex:
                 self._idle_leaves.add(parent_id, self._idle_inner.remove(parent_id))
         self.num_evicted += 1
         self.changes.evicted(block_hash)
-        return block_id
 
     def tell_all_again(self) -> None:
         """The reader of `changes` has lost track: to it, everything that is indexed is new."""

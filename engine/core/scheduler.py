@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 from engine.core.block_hash import ROOT_HASH
 from engine.core.block_pool import BlockPool
 from engine.core.errors import SchedulerFullError
-from engine.core.outcome import EmittedToken, FinishReason, PrefillProgress, ScoredPrompt, StepOutcome
+from engine.core.outcome import (
+    EmittedToken,
+    FailedSequence,
+    FinishReason,
+    PrefillProgress,
+    ScoredPrompt,
+    StepOutcome,
+)
 from engine.core.planning import PlannedSequence, SchedulerConfig, StepBuilder
 from engine.core.request import Sibling, twins_of
 from engine.core.sequence import (
@@ -203,6 +210,10 @@ class Scheduler:
         self._preempted = []
         for index, (planned, tokens) in enumerate(zip(planned_sequences, result.tokens, strict=True)):
             sequence = planned.sequence
+            failure = result.failures.get(index)
+            if failure is not None:
+                self._fail(sequence, failure, outcome)
+                continue
             sequence.num_computed += len(planned.step.token_ids)
             self._index_full_blocks(sequence)
             if sequence.phase is SequencePhase.GONE:
@@ -276,6 +287,16 @@ class Scheduler:
         self._next_arrival += 1
         self._sequences[spec.key] = sequence
         return sequence
+
+    def _fail(self, sequence: Sequence, reason: str, outcome: StepOutcome) -> None:
+        """What its blocks hold is not trusted: those that no other sequence computes with cannot be found any more. (A
+        push may have them still.)"""
+        if sequence.phase is not SequencePhase.GONE:
+            self._forget(sequence, keep_blocks=True)
+            outcome.failed.append(FailedSequence(key=sequence.key, reason=reason))
+        others = {block_id for other in self._sequences.values() for block_id in other.block_table}
+        self._pool.forget([block_id for block_id in sequence.block_table if block_id not in others])
+        self._pool.release(sequence.block_table)
 
     def _forget(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
         if sequence.phase is SequencePhase.WAITING:

@@ -86,8 +86,11 @@ class StepResult:
         tokens: tokens[i] is what plan.sequences[i] drew, for its own choice and then for its twins; () where it did
             not sample.
         scores: by index in the plan, one for each of its `scored_ids`; only of sequences that have any.
+        failures: by index in the plan, why a sequence has no usable result; it has no tokens and no scores. Neither
+            what the step wrote for it nor what it read can be trusted, while the step's other sequences are sound.
     """
 
     step_id: int
     tokens: list[tuple[SampledToken, ...]] = field(default_factory=list)
     scores: dict[int, list[ScoredToken]] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)

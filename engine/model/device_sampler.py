@@ -22,7 +22,7 @@ import torch
 from engine.core.sampling import SamplingParams
 from engine.core.step import SampledToken, SequenceStep
 from engine.model.philox import uniforms
-from engine.model.sampler import LEAST_REPETITION_PENALTY, NonFiniteLogitsError
+from engine.model.sampler import LEAST_REPETITION_PENALTY, Drawn
 
 _Int64 = npt.NDArray[np.int64]
 
@@ -36,13 +36,11 @@ class DeviceSampler:
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
 
-    def sample(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[tuple[SampledToken, ...]]:
+    def sample(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[Drawn]:
         """Tokens for each row of contiguous float32 `logits_RV`, which belongs to `steps` of the same index: one for
         its choice, then one for each of its twins.
 
         `logits_RV` is used as working space and holds nothing useful afterwards.
-
-        Raises NonFiniteLogitsError if a row's largest logit is not finite.
         """
         assert len(logits_RV) == len(steps)
         wanted = [row for row, step in enumerate(steps) if step.sampling.logprobs is not None]
@@ -58,16 +56,13 @@ class DeviceSampler:
             drawn_DC = _draw(logits_RV[rows_D], largest_R[rows_D], [steps[row] for row in rows], num_choices)
             tokens_RC[rows_D] = drawn_DC
         *tokens_CR, are_finite = torch.cat([tokens_RC.T, largest_R.isfinite().long().unsqueeze(0)]).tolist()
-        for step, is_finite in zip(steps, are_finite, strict=True):
-            if not is_finite:
-                raise NonFiniteLogitsError(f"logits of {step.key} at output position {step.position} are not finite")
         sampled = [
             [SampledToken(token_id=token) for token in tokens[: 1 + len(step.twins)]]
             for step, tokens in zip(steps, zip(*tokens_CR, strict=True), strict=True)
         ]
         if logprobs_LV is not None:
             _with_logprobs(sampled, wanted, logprobs_LV, steps)
-        return [tuple(tokens) for tokens in sampled]
+        return [tuple(tokens) if is_finite else None for tokens, is_finite in zip(sampled, are_finite, strict=True)]
 
     def _adjust(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> None:
         """Bias, penalties and masks, in place; each kind for all rows before the next."""
@@ -154,7 +149,7 @@ def _draw(
     below_totals_D1 = torch.nextafter(totals_D1, torch.zeros_like(totals_D1))
     targets_DC = torch.minimum(_on(device, numbers) * totals_D1, below_totals_D1)
     tokens_DC = torch.searchsorted(sums_DV, targets_DC, right=True)
-    # Sums of a row that is not finite lead anywhere; it is refused when it is seen on the host.
+    # Sums of a row that is not finite lead anywhere; the host refuses what it gives.
     return tokens_DC.clamp_(max=weights_DV.shape[1] - 1)
 
 

@@ -34,11 +34,11 @@ _Float32 = npt.NDArray[np.float32]
 Argmax = Callable[[torch.Tensor], tuple[list[int], list[float]]]
 
 LEAST_REPETITION_PENALTY = 1e-30
-"""Smaller ones do the same, but logits divided by them would not fit float32: an infinity fails the whole step."""
+"""Smaller ones do the same, but logits divided by them would not fit float32: an infinity fails the request."""
 
-
-class NonFiniteLogitsError(ArithmeticError):
-    """The model produced NaN or infinity for a sequence: its weights or its KV are damaged."""
+Drawn = tuple[SampledToken, ...] | None
+"""What a row gave: a token for its choice and each of its twins. None where its largest logit is NaN or infinite:
+the model's weights, or the sequence's KV, are damaged."""
 
 
 class Sampler:
@@ -53,18 +53,16 @@ class Sampler:
         self._eos_token_ids = tuple(eos_token_ids)
         self._argmax = argmax
 
-    def sample(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[tuple[SampledToken, ...]]:
+    def sample(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[Drawn]:
         """Tokens for each row of float32 `logits_RV`, which belongs to `steps` of the same index: one for its choice,
         then one for each of its twins.
 
         `logits_RV` is used as working space and holds nothing useful afterwards.
-
-        Raises NonFiniteLogitsError if a row's largest logit is not finite.
         """
         if all(map(is_greedy_only, steps)):
             return [
-                (SampledToken(token_id=token_id),) * (1 + len(step.twins))
-                for token_id, step in zip(self._greedy(logits_RV, steps), steps, strict=True)
+                None if token_id is None else (SampledToken(token_id=token_id),) * (1 + len(step.twins))
+                for token_id, step in zip(self._greedy(logits_RV), steps, strict=True)
             ]
         logprobs = {
             row: torch.log_softmax(logits_RV[row], dim=-1)
@@ -74,7 +72,7 @@ class Sampler:
         for row, step in enumerate(steps):
             self._adjust(logits_RV[row], step)
         return [
-            _with_logprobs(token_ids, logprobs.get(row), steps[row].sampling.logprobs)
+            None if token_ids is None else _with_logprobs(token_ids, logprobs.get(row), steps[row].sampling.logprobs)
             for row, token_ids in enumerate(self._choose(logits_RV, steps))
         ]
 
@@ -97,21 +95,22 @@ class Sampler:
             banned = [i for i in (*self._eos_token_ids, *params.stop_token_ids) if 0 <= i < len(logits_V)]
             logits_V[banned] = float("-inf")
 
-    def _choose(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[list[int]]:
-        greedy_R = self._greedy(logits_RV, steps)
+    def _choose(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[list[int] | None]:
+        chosen: list[list[int] | None] = []
         # Drawn row by row, not all at once: a row's weights and sums then stay in the cache.
-        return [
-            [greedy] * (1 + len(step.twins)) if step.sampling.is_greedy else _draw(logits_V, step)
-            for greedy, logits_V, step in zip(greedy_R, logits_RV.numpy(), steps, strict=True)
-        ]
+        for greedy, logits_V, step in zip(self._greedy(logits_RV), logits_RV.numpy(), steps, strict=True):
+            if greedy is None:
+                chosen.append(None)
+            elif step.sampling.is_greedy:
+                chosen.append([greedy] * (1 + len(step.twins)))
+            else:
+                chosen.append(_draw(logits_V, step))
+        return chosen
 
-    def _greedy(self, logits_RV: torch.Tensor, steps: Sequence[SequenceStep]) -> list[int]:
-        """The likeliest token of each row."""
+    def _greedy(self, logits_RV: torch.Tensor) -> list[int | None]:
+        """The likeliest token of each row, None where that is not finite."""
         greedy_R, top_R = self._argmax(logits_RV)
-        for step, top in zip(steps, top_R, strict=True):
-            if not math.isfinite(top):
-                raise NonFiniteLogitsError(f"logits of {step.key} at output position {step.position} are not finite")
-        return greedy_R
+        return [greedy if math.isfinite(top) else None for greedy, top in zip(greedy_R, top_R, strict=True)]
 
 
 def is_greedy_only(step: SequenceStep) -> bool:
@@ -129,15 +128,15 @@ def is_greedy_only(step: SequenceStep) -> bool:
     )
 
 
-def score(logits_RV: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[ScoredToken]:
+def score(logits_RV: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[ScoredToken] | None:
     """Log-probability of each given token in its row of float32 `logits_RV`, and the `num_top` likeliest of the row.
 
-    Raises NonFiniteLogitsError if one of them is not finite.
+    None if one of them is not finite.
     """
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
     given = logprobs_RV[torch.arange(len(token_ids)), torch.tensor(token_ids)].tolist()
     if not all(map(math.isfinite, given)):
-        raise NonFiniteLogitsError("log-probabilities of prompt tokens are not finite")
+        return None
     tops = _top(logprobs_RV, num_top)
     return [
         ScoredToken(token_id=token_id, logprob=logprob, top=top)

@@ -453,7 +453,7 @@ def test_a_full_queue_refuses_early_and_says_when_to_come_back() -> None:
 @pytest.mark.parametrize(("slow", "command"), [("p1", "Prefill("), ("d1", "Reserve(")])
 def test_a_straggler_gets_less(slow: str, command: str) -> None:
     """The slowest worker of a pool does not keep getting its turn."""
-    slowness = fault(FaultKind.SLOW_ENGINE, 5 * MILLISECOND_NS, slow, duration_ns=LONG_NS, amount=8.0)
+    slowness = fault(FaultKind.SLOW_ENGINE, 5 * MILLISECOND_NS, slow, duration_ns=LONG_NS, amount=10.0)
     requests = [ask(index, arrival_ns=ARRIVAL_NS + index * 25 * MILLISECOND_NS) for index in range(80)]
     world = make_world(*requests, faults=(slowness,), num_prefill=2, num_decode=2)
     run_until(world, lambda: len(world.clients) == 80 and all(c.has_ended for c in world.clients), limit_ns=LONG_NS)

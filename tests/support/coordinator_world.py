@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
 from cluster.core.effects import DropBody, Effect, GiveUpWorker, ToFront, ToWorker
 from cluster.core.events import Event, FromFront, FromWorker, FrontGone, Tick, WorkerGone
-from cluster.core.ids import AttemptId, FrontId, Outcome, Role, WorkerId
+from cluster.core.ids import AttemptId, Blame, FrontId, Outcome, Role, WorkerId
 from cluster.core.limits import UNKNOWN_ATTEMPT
 from cluster.core.messages import (
     AttemptFailed,
@@ -28,6 +28,7 @@ from cluster.core.messages import (
     Heartbeat,
     LegFailed,
     LegReleased,
+    LegSurvived,
     PeerFenced,
     PeerLost,
     Placed,
@@ -110,7 +111,7 @@ class ModelWorker:
         fails = choice % 5 == 0
         if leg.state == "reading":
             if fails:
-                self._fail(attempt)
+                self._fail(attempt, choice)
             elif choice % 5 == 1:
                 self.say(PrefillDone(attempt=attempt, outcome=Outcome.STOP, timeline=TIMELINE))
                 world.finished_by[attempt] = self.id
@@ -132,7 +133,9 @@ class ModelWorker:
                 self._release(attempt)
         elif leg.state == "active":
             if fails:
-                self._fail(attempt)
+                self._fail(attempt, choice)
+            elif choice % 5 == 1:
+                self.say(LegSurvived(attempt=attempt))
             else:
                 del self.legs[attempt]
                 world.finished_by[attempt] = self.id
@@ -172,8 +175,11 @@ class ModelWorker:
                 else:
                     self._release(attempt)
 
-    def _fail(self, attempt: AttemptId) -> None:
-        self.say(LegFailed(attempt=attempt, outcome=Outcome.TRANSFER_FAILED, reason="broken", retryable=True))
+    def _fail(self, attempt: AttemptId, choice: int = 0) -> None:
+        """`choice` decides whose fault it is: a link's, that of a step, or the attempt's own."""
+        blame = tuple(Blame)[choice // 5 % len(Blame)]
+        outcome = Outcome.TRANSFER_FAILED if blame is Blame.NOBODY else Outcome.INTERNAL
+        self.say(LegFailed(attempt=attempt, outcome=outcome, reason="broken", retryable=True, blame=blame))
         self._release(attempt)
 
     def _release(self, attempt: AttemptId) -> None:

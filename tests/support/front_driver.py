@@ -16,6 +16,7 @@ MS = 1_000_000
 P = WorkerRef(worker=WorkerId("p", 1), token_address="p:1")
 D = WorkerRef(worker=WorkerId("d", 1), token_address="d:1")
 BODY = RequestBody(prompt_ids=tuple(range(40)), sampling=SamplingParams(max_tokens=8), priority=3, cache_salt="s")
+HASHES = (b"h" * 16,)
 
 
 class Driver:
@@ -32,7 +33,7 @@ class Driver:
         spec = RequestSpec(
             request_id="r",
             body=body,
-            block_hashes=(b"h" * 16,),
+            block_hashes=HASHES,
             tenant="t",
             deadline_ns=deadline_ns,
             max_latency_ms=max_latency_ms,

@@ -71,15 +71,16 @@ class WorkerProcess:
         folder: Path,
         *arguments: str,
         within: tuple[str, ...] = (),
+        module: tuple[str, ...] = (),
     ) -> WorkerProcess:
-        """`within`: a command that runs the one behind it in surroundings of its own."""
+        """`within`: a command that runs the one behind it in surroundings of its own. `module`: another one to run."""
         log = folder / f"{name}-{time.monotonic_ns()}.log"
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "OMP_NUM_THREADS": "1"}
         command = (
             *within,
             sys.executable,
             "-m",
-            f"{role.value}_worker",
+            *(module or (f"{role.value}_worker",)),
             "--coordinator",
             coordinator,
             "--model",
@@ -317,8 +318,12 @@ class PlainCluster:
         if self._coordinator is not None:
             await self._coordinator
 
-    async def start_worker(self, role: Role, name: str, *arguments: str, within: tuple[str, ...] = ()) -> WorkerProcess:
-        worker = await WorkerProcess.start(role, name, self.address, self.model, self.folder, *arguments, within=within)
+    async def start_worker(
+        self, role: Role, name: str, *arguments: str, within: tuple[str, ...] = (), module: tuple[str, ...] = ()
+    ) -> WorkerProcess:
+        worker = await WorkerProcess.start(
+            role, name, self.address, self.model, self.folder, *arguments, within=within, module=module
+        )
         self.workers.append(worker)
         return worker
 

@@ -193,7 +193,7 @@ def test_prefill_lost_before_the_commit_fails_the_attempt(has_read: bool) -> Non
     assert bench.state.leases(bench.now_ns) == () and bench.given_up() == []
     bench.release(D0, R1)
     bench.front_says(Resubmit(request_id="r", failed_attempt=1, num_delivered=0))
-    assert bench.commands(D0) == [RunLocal(attempt=R2)], "no prefill worker is left"
+    assert bench.commands(D0) == [RunLocal(attempt=R2, is_trial=not has_read)], "no prefill worker is left"
 
 
 def test_prefill_lost_after_the_commit_harms_nobody() -> None:
@@ -248,7 +248,7 @@ def test_a_lost_worker_of_a_local_request() -> None:
     bench.worker_gone(D0)
     assert isinstance(only(bench.said()), AttemptFailed)
     bench.front_says(Resubmit(request_id="r", failed_attempt=1, num_delivered=1))
-    assert bench.commands(D1) == [RunLocal(attempt=R2)]
+    assert bench.commands(D1) == [RunLocal(attempt=R2, is_trial=True)]
 
 
 def test_a_loss_is_told_once_to_each_worker_that_shared_a_lease() -> None:

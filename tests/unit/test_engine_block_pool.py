@@ -180,6 +180,27 @@ def test_of_two_blocks_with_the_same_content_the_first_stays_and_the_other_is_fr
     pool.check_invariants()
 
 
+def test_blocks_that_are_not_trusted_cannot_be_found() -> None:
+    pool = BlockPool(4)
+    shared, own, after = pool.allocate(3)
+    for block_id, text, parent in ((shared, "a", ROOT_HASH), (own, "b", name("a")), (after, "c", name("b"))):
+        pool.index(block_id, name(text), parent)
+    pool.acquire([own])
+    pool.take_changes(10)
+    pool.release([shared, after])
+    pool.forget([own])
+    pool.check_invariants()
+    pool.release([own])
+    assert pool.state(own) is BlockState.ACTIVE, "somebody else uses it still"
+    pool.release([own])
+    pool.check_invariants()
+    states = [pool.state(block) for block in (shared, own, after)]
+    assert states == [BlockState.CACHED, BlockState.FREE, BlockState.CACHED]
+    assert pool.match([name("a"), name("b"), name("c")]) == [shared], "what follows is out of reach"
+    assert pool.take_changes(10).evicted == (name("b"),)
+    assert sorted(pool.allocate(4)) == [0, 1, 2, 3]
+
+
 def test_a_block_computed_again_beside_an_idle_one_gives_way_to_it() -> None:
     pool = BlockPool(2)
     [first] = pool.allocate(1)

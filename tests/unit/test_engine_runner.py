@@ -227,6 +227,43 @@ def test_a_model_whose_output_is_not_finite_is_said_to_be_so(tmp_path: Path, dty
         runner.warm_up(20, 3)
 
 
+NAN_TOKEN = 7
+
+
+def test_a_sequence_whose_logits_are_not_finite_fails_alone(tmp_path: Path) -> None:
+    """One token's embedding is damaged: whoever has it in its context fails, and nobody else sees anything of it. Its
+    blocks are used again, with what it left in them, by sequences that fill them in part."""
+    write_tiny_model(tmp_path, tie_word_embeddings=False)
+    runner = Runner.from_directory(tmp_path, "float32", 8, BLOCK_SIZE, 1)
+    good, more = [11, 12, 13, 14, 15], [21, 22, 23]
+    sampling = SamplingParams(temperature=1.0, seed=5)
+    steps = (
+        make_step(good, 0, [0], request_id="good", sampling=sampling),
+        make_step(more, 0, [1], request_id="more"),
+        make_step([31, 32], 0, [2], request_id="scored", scored_ids=[32], sampling=SamplingParams(prompt_logprobs=1)),
+    )
+    expected = runner.run(plan(*steps))
+    assert not expected.failures
+    with torch.inference_mode():
+        runner._model._weights.embedding_VE[NAN_TOKEN] = torch.nan  # type: ignore[union-attr]
+    scored = SamplingParams(prompt_logprobs=0)
+    bad = [
+        make_step([NAN_TOKEN, 3, 4], 0, [3], request_id="bad"),
+        make_step([3, NAN_TOKEN], 0, [4], request_id="choices", sampling=SamplingParams(logprobs=2), twins=(1, 2)),
+        make_step([4, NAN_TOKEN], 0, [5], request_id="bad prompt", sample=False, scored_ids=[3, 5], sampling=scored),
+        make_step([NAN_TOKEN] * 8, 0, [6], request_id="unseen", sample=False),
+    ]
+    result = runner.run(plan(steps[0], bad[0], steps[1], *bad[1:], steps[2]))
+    assert set(result.failures) == {1, 3, 4} and all("not finite" in reason for reason in result.failures.values())
+    assert result.tokens == [expected.tokens[0], (), expected.tokens[1], (), (), (), expected.tokens[2]]
+    assert result.scores == {6: expected.scores[2]}
+    # What was written for a chunk that draws nothing is found out by the token that follows it.
+    assert set(runner.run(plan(make_step([9], 8, [6, 7], request_id="unseen"))).failures) == {0}
+    good_again = make_step(good, 0, [6], request_id="good", sampling=sampling)
+    result = runner.run(plan(good_again, make_step(more, 0, [3], request_id="more")))
+    assert result.tokens == expected.tokens[:2] and not result.failures
+
+
 def test_arrays_grow_and_are_reused(runner: Runner) -> None:
     tokens = [runner.run(plan(make_step(range(3, 3 + n), 0, range(8)))).tokens[0] for n in (2, 60, 2, 3, 60)]
     assert tokens[0] == tokens[2]

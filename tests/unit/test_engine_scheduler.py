@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from engine.core import scheduler as scheduler_module
 from engine.core.block_pool import OutOfBlocksError
 from engine.core.errors import SchedulerFullError
 from engine.core.sampling import SamplingParams
-from engine.core.scheduler import SequenceMode
+from engine.core.scheduler import SequenceMode, StepOutcome
 from engine.core.step import SequenceKey
 from tests.support.scheduler_bench import BLOCK_SIZE, Bench
 from tests.support.toy_engine import kv_of, run_step, undisturbed
@@ -711,6 +712,47 @@ def test_a_failed_step_aborts_its_sequences_and_only_those() -> None:
     counts = bench.pool.counts()
     assert (counts.active, counts.cached) == (0, 0)
     assert bench.step() == [("c", 0, 5)]
+
+
+def apply_with_a_failure(bench: Bench, name: str) -> StepOutcome:
+    """Runs the outstanding plan, and applies it with nothing usable for that sequence."""
+    plan = bench.plan
+    assert plan is not None
+    result = bench.runner.run(plan)
+    index = next(index for index, step in enumerate(plan.sequences) if step.key.request_id == name)
+    result.tokens[index] = ()
+    outcome = bench.scheduler.apply(replace(result, failures={index: "not finite"}))
+    bench.scheduler.check_invariants()
+    return outcome
+
+
+def test_a_sequence_that_failed_alone_is_forgotten_and_what_it_computed_is_not_found() -> None:
+    """Also the blocks of its earlier chunks; the others in the step go on."""
+    bench = Bench(prefill_chunk_tokens=8)
+    bench.add("good", 4, max_tokens=30)
+    bench.step()
+    bench.add("bad", 14)
+    bench.step()
+    assert bench.pool.num_indexed == 3, "one of the first, two of the other's first chunk"
+    assert bench.schedule() == [("good", 5, 1), ("bad", 8, 6)]
+    outcome = apply_with_a_failure(bench, "bad")
+    assert [(failed.key.request_id, failed.reason) for failed in outcome.failed] == [("bad", "not finite")]
+    assert [emitted.key.request_id for emitted in outcome.emitted] == ["good"]
+    assert outcome.progress == [] and not bench.scheduler.has(SequenceKey("bad", 1))
+    assert bench.pool.counts().cached == 0 and bench.pool.num_indexed == 1
+    assert bench.schedule() == [("good", 6, 1)]
+
+
+def test_blocks_that_others_use_stay_findable_when_a_sequence_fails() -> None:
+    bench = Bench()
+    prompt = list(range(12))
+    bench.add("first", prompt[:9], max_tokens=30)
+    bench.step()
+    bench.add("second", prompt, max_tokens=30)
+    assert bench.schedule() == [("first", 9, 1), ("second", 8, 4)]
+    bench.scheduler.abort(SequenceKey("second", 1))  # its blocks wait for the step
+    assert apply_with_a_failure(bench, "second").failed == [], "nobody waits for it any more"
+    assert bench.pool.num_indexed == 2 and bench.pool.counts().cached == 0
 
 
 # Refusals

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.core.ids import AttemptId, Outcome
@@ -18,7 +20,12 @@ from cluster.core.messages import (
 from cluster.front import request_events as events
 from cluster.front.request import Phase
 from cluster.front.request_effects import Deliver, End, ForgetWorker, ToCoordinator, WatchWorker
-from tests.support.front_driver import BODY, MS, D, Driver, P, delivered, end, sent, watch
+from cluster.front.request_hashes import hashes_of
+from cluster.front.request_spec import RequestSpec
+from engine.core.block_hash import hash_blocks
+from engine.core.request import RequestBody
+from engine.core.sampling import SamplingParams
+from tests.support.front_driver import BODY, HASHES, MS, D, Driver, P, delivered, end, sent, watch
 
 
 def test_submit_carries_lengths_hashes_and_the_time_that_is_left() -> None:
@@ -112,7 +119,7 @@ def test_a_failed_attempt_is_resubmitted_with_what_was_delivered() -> None:
     driver.run(P, 0, 10)
     driver.run(D, 1, 11)
     effects = driver.fail(1)
-    assert sent(effects) == [Resubmit(request_id="r", failed_attempt=1, num_delivered=2)]
+    assert sent(effects) == [Resubmit(request_id="r", failed_attempt=1, num_delivered=2, block_hashes=HASHES)]
     body = next(effect.body for effect in effects if isinstance(effect, ToCoordinator))
     assert body is not None and body.delivered_ids == (10, 11) and body.prompt_ids == BODY.prompt_ids
     assert len([effect for effect in effects if isinstance(effect, ForgetWorker)]) == 2
@@ -127,10 +134,26 @@ def test_a_failed_attempt_is_resubmitted_with_what_was_delivered() -> None:
     assert end(effects).report.num_output_tokens == 4
 
 
+def test_what_is_asked_for_again_is_named_by_the_hashes_of_prompt_and_delivered_tokens() -> None:
+    """Full blocks only; those of the prompt are the ones that were computed when the request came."""
+    for num_prompt_tokens in (3, 8, 10):
+        prompt_ids, extra = tuple(range(num_prompt_tokens)), b"e" * 16
+        spec = RequestSpec(
+            request_id="r",
+            body=RequestBody(prompt_ids=prompt_ids, sampling=SamplingParams()),
+            block_hashes=tuple(hash_blocks(prompt_ids, 4, extra)),
+            block_size=4,
+            extra_key=extra,
+        )
+        for num_delivered in range(10):
+            body = replace(spec.body, delivered_ids=tuple(range(100, 100 + num_delivered)))
+            assert list(hashes_of(spec, body)) == hash_blocks(prompt_ids + body.delivered_ids, 4, extra)
+
+
 def test_an_attempt_may_fail_before_it_was_placed_here() -> None:
     driver = Driver()
     driver.start()
-    assert sent(driver.fail(1)) == [Resubmit(request_id="r", failed_attempt=1, num_delivered=0)]
+    assert sent(driver.fail(1)) == [Resubmit(request_id="r", failed_attempt=1, num_delivered=0, block_hashes=HASHES)]
     assert len(driver.place(2)) == 2
 
 
@@ -140,7 +163,7 @@ def test_an_attempt_that_starts_from_too_few_tokens_is_refused() -> None:
     driver.place(1)
     driver.run(P, 0, 10)
     effects = driver.place(2)
-    assert sent(effects) == [Resubmit(request_id="r", failed_attempt=2, num_delivered=1)]
+    assert sent(effects) == [Resubmit(request_id="r", failed_attempt=2, num_delivered=1, block_hashes=HASHES)]
     assert driver.run(D, 1, 91, attempt=2) == []
 
 

@@ -42,6 +42,7 @@ def mark_closing(parts: Parts, now_ns: int, attempt: Attempt, leg: Leg) -> None:
     assert leg.state is LegState.ACTIVE
     worker = parts.workers.get(leg.worker)
     assert worker is not None, "a worker's loss releases its legs"
+    leg.was_computed = attempt.is_computed(leg)
     leg.state = LegState.CLOSING
     worker.mark_read(leg)
     parts.timers.set(attempt_timer(attempt), now_ns + RELEASE_TIMEOUT_NS)

@@ -111,6 +111,9 @@ def on_resubmit(parts: Parts, now_ns: int, front: FrontId, message: Resubmit) ->
     request.num_delivered = message.num_delivered
     request.num_choices = max(1, message.num_choices)
     request.num_unshared = message.num_unshared
+    if message.block_hashes:
+        num_matchable = (request.num_read_tokens - 1) // parts.config.kv.block_size
+        request.chain = pack_chain(message.block_hashes, num_matchable)
     request.queued_ns = now_ns
     request.enter(Phase.QUEUED, now_ns + parts.queue_timeout_ns)
     enqueue(parts, request)

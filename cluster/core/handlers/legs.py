@@ -17,7 +17,8 @@ from cluster.core.handlers.ending import (
     watch_deadline,
 )
 from cluster.core.handlers.placing import count_route, exclude_and_withdraw
-from cluster.core.ids import AttemptId, Outcome, Role, Route, WorkerId
+from cluster.core.handlers.suspecting import blame_alone, blame_for_step, condemn, on_survived, poison_reason
+from cluster.core.ids import AttemptId, Blame, Outcome, Role, Route, WorkerId
 from cluster.core.leases import Lease, Side
 from cluster.core.limits import FINISHED_TIMEOUT_NS, NS_PER_MS
 from cluster.core.messages import (
@@ -25,6 +26,7 @@ from cluster.core.messages import (
     Finished,
     LegFailed,
     LegReleased,
+    LegSurvived,
     Placed,
     Prefill,
     PrefillDone,
@@ -146,18 +148,28 @@ def on_leg_failed(parts: Parts, now_ns: int, sender: WorkerId, message: LegFaile
     attempt, leg = known
     if leg.is_released:
         return
-    request = _request_of(parts, attempt)
     if leg.state is LegState.ACTIVE:
         mark_closing(parts, now_ns, attempt, leg)
+    failure = Failure(message.outcome, f"{sender}: {message.reason}")
+    if _condemn_blamed(parts, now_ns, attempt, leg, message.blame, failure.reason):
+        return
+    request = _request_of(parts, attempt)
     if request is None or not is_needed(request, attempt, leg):
         return
-    failure = Failure(message.outcome, f"{sender}: {message.reason}")
     if not message.retryable:
         end_request(parts, now_ns, request, failure.outcome, failure.reason)
     elif request.phase is Phase.RESERVING:
         exclude_and_withdraw(parts, now_ns, request, attempt, failure.reason)
     else:
         fail_attempt(parts, now_ns, request, attempt, failure)
+
+
+def on_leg_survived(parts: Parts, sender: WorkerId, message: LegSurvived) -> None:
+    """An attempt on trial has come through its first steps at decode."""
+    known = _known(parts, sender, message.attempt)
+    request = None if known is None else _request_of(parts, known[0])
+    if known is not None and request is not None and known[1].half is Role.DECODE:
+        on_survived(request, known[0])
 
 
 def on_leg_released(parts: Parts, now_ns: int, sender: WorkerId, message: LegReleased) -> None:
@@ -176,6 +188,24 @@ def on_leg_released(parts: Parts, now_ns: int, sender: WorkerId, message: LegRel
         exclude_and_withdraw(parts, now_ns, request, attempt, failure.reason)
     else:
         fail_attempt(parts, now_ns, request, attempt, failure)
+
+
+def _condemn_blamed(parts: Parts, now_ns: int, attempt: Attempt, leg: Leg, blame: Blame, reason: str) -> bool:
+    """Ends the request if it is certain by now that the engine's failure is its work.
+
+    The other side of a push may have told of the failure first, so the attempt need not be current any more.
+    """
+    request = parts.requests.get(attempt.attempt_id.request_id)
+    if request is None or blame is Blame.NOBODY:
+        return False
+    if blame is Blame.SHARED:
+        is_certain, why = blame_for_step(request, attempt, leg), poison_reason(request, reason)
+    else:
+        is_certain = blame_alone(request, leg)
+        why = f"nothing usable was computed for this request in {request.num_own_failures} attempts: {reason}"
+    if is_certain:
+        condemn(parts, now_ns, request, why)
+    return is_certain
 
 
 def _known(parts: Parts, sender: WorkerId, attempt_id: AttemptId) -> tuple[Attempt, Leg] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cluster.core.attempts import Attempt, Leg, LegState
 from cluster.core.handlers.ending import watch_deadline, withdraw_attempt
+from cluster.core.handlers.suspecting import keep_apart, on_placed
 from cluster.core.ids import Outcome, Role, Route, WorkerId
 from cluster.core.leases import Lease, Side
 from cluster.core.limits import EXCLUDE_AFTER_REFUSAL_NS, NS_PER_MS
@@ -31,7 +32,11 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
             num_choices=request.num_choices,
             num_unshared=request.num_unshared,
         )
-        decision = place(demand, _candidates(parts, request), request.excluded, _why_local(parts, request))
+        candidates = keep_apart(parts, now_ns, request, _candidates(parts, request))
+        if isinstance(candidates, Wait):
+            request.waiting_for = candidates.reason
+            return
+        decision = place(demand, candidates, request.excluded, _why_local(parts, request))
         if isinstance(decision, Wait):
             request.waiting_for = decision.reason
             return
@@ -114,7 +119,7 @@ def _start_pair(
         decode=_leg(request, decode, Role.DECODE, demand.num_expected_blocks, demand.num_sequences, 0),
         why=placement.reason,
     )
-    _open(parts, request, attempt)
+    _open(parts, now_ns, request, attempt)
     attempt.decode.state = LegState.ACTIVE
     parts.leases.open(
         Lease(
@@ -135,6 +140,7 @@ def _start_pair(
         source=prefill.hello.ref,
         num_tokens=demand.num_tokens + 1,
         ttl_ms=parts.lease_ttl_ms,
+        is_trial=attempt.is_trial,
     )
     parts.outbox.to_worker(decode.id, reserve, body_of=request.request_id)
 
@@ -157,10 +163,10 @@ def _start_local(parts: Parts, now_ns: int, request: Request, demand: Demand, pl
         why=placement.reason,
         committed=True,
     )
-    _open(parts, request, attempt)
+    _open(parts, now_ns, request, attempt)
     attempt.decode.state = LegState.ACTIVE
     request.enter(Phase.LOCAL)
-    command = RunLocal(attempt=attempt.attempt_id, step_limit_ms=placement.step_limit_ms)
+    command = RunLocal(attempt=attempt.attempt_id, step_limit_ms=placement.step_limit_ms, is_trial=attempt.is_trial)
     parts.outbox.to_worker(decode.id, command, body_of=request.request_id)
     count_route(parts, placement.route, placement.cause)
     placed = Placed(
@@ -189,7 +195,8 @@ def _leg(
     )
 
 
-def _open(parts: Parts, request: Request, attempt: Attempt) -> None:
+def _open(parts: Parts, now_ns: int, request: Request, attempt: Attempt) -> None:
+    on_placed(parts, now_ns, request, attempt)
     reader = attempt.prefill or attempt.decode
     reader.expected = parts.prefixes.expect(reader.worker, request.chain)
     parts.attempts.add(attempt)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from cluster.core.attempts import LegState
 from cluster.core.handlers import rebuilding
 from cluster.core.handlers.ending import attempt_timer, fail_attempt, is_needed, retire_if_over, withdraw_attempt
+from cluster.core.handlers.suspecting import condemn, culprit_of_loss, poison_reason
 from cluster.core.ids import AttemptId, Outcome, WorkerId
 from cluster.core.limits import (
     HEARTBEATS_PER_TIMEOUT,
     MAX_HEARTBEAT_MS,
     MAX_LATE_TICK_NS,
+    MAX_STEP_FACTOR,
+    MAX_STEP_NS,
+    MS_PER_S,
     NS_PER_MS,
     RELEASE_TIMEOUT_NS,
     UNKNOWN_ATTEMPT,
@@ -59,9 +63,13 @@ def on_worker_hello(parts: Parts, now_ns: int, sender: WorkerId, message: Worker
 
 def on_heartbeat(parts: Parts, now_ns: int, sender: Worker, message: Heartbeat) -> None:
     """Takes the worker's numbers. Whatever it keeps for an attempt that is not known here is to be released, unless
-    somebody may still claim it."""
+    somebody may still claim it. A worker whose engine does not come back from a step is given up."""
     sender.hear(message.load, (now_ns - sender.load_heard_ns) / NS_PER_MS)
     sender.load_heard_ns = now_ns
+    if message.load.step_age_ms > _max_step_ms(sender):
+        reason = f"a step of its engine has been running for {message.load.step_age_ms / MS_PER_S:.0f} s"
+        lose_worker(parts, now_ns, sender.id, reason)
+        return
     parts.leases.report(sender.id, message.leases)
     _hear_of_links(parts, sender, message.links)
     if message.is_leaving:
@@ -101,7 +109,7 @@ def on_silence(parts: Parts, now_ns: int, worker_id: WorkerId) -> None:
         parts.timers.set(_silence_timer(worker_id), deadline_ns)
         return
     silent_s = parts.config.coordinator.heartbeat_timeout_s
-    lose_worker(parts, now_ns, worker_id, f"nothing was heard of it for {silent_s:g} s")
+    lose_worker(parts, now_ns, worker_id, f"nothing was heard of it for {silent_s:g} s", may_be_away=True)
 
 
 def on_unreleased(parts: Parts, now_ns: int, attempt_id: AttemptId) -> None:
@@ -112,12 +120,14 @@ def on_unreleased(parts: Parts, now_ns: int, attempt_id: AttemptId) -> None:
         if leg.state is LegState.CLOSING:
             # Set before the loss, which may retire the attempt and clear it.
             parts.timers.set(attempt_timer(attempt), now_ns + RELEASE_TIMEOUT_NS)
-            lose_worker(parts, now_ns, leg.worker, f"it did not release {attempt.attempt_id}")
+            reason = f"it did not release {attempt.attempt_id}"
+            lose_worker(parts, now_ns, leg.worker, reason, may_be_away=True)
             return
 
 
-def lose_worker(parts: Parts, now_ns: int, worker_id: WorkerId, reason: str) -> None:
-    """That life is lost for good: whoever shared a lease with it is told, and what needed it fails."""
+def lose_worker(parts: Parts, now_ns: int, worker_id: WorkerId, reason: str, *, may_be_away: bool = False) -> None:
+    """That life is lost for good: whoever shared a lease with it is told, and what needed it fails. It may be that what
+    was computed there was its end, unless it `may_be_away` for another reason."""
     worker = parts.workers.lose(worker_id)
     if worker is None:
         return
@@ -129,6 +139,7 @@ def lose_worker(parts: Parts, now_ns: int, worker_id: WorkerId, reason: str) -> 
     parts.prefixes.leave(worker_id)
     for partner in parts.leases.holders_paired_with(worker_id):
         parts.outbox.to_worker(partner, PeerLost(peer=worker_id))
+    culprit = culprit_of_loss(parts, worker, may_be_away=may_be_away)
     for leg in worker.legs.values():
         if not leg.is_released:
             leg.state = LegState.LOST
@@ -139,10 +150,14 @@ def lose_worker(parts: Parts, now_ns: int, worker_id: WorkerId, reason: str) -> 
         request = parts.requests.get(attempt_id.request_id) if attempt.is_current else None
         if request is None or not is_needed(request, attempt, leg):
             retire_if_over(parts, attempt)
+        elif request is culprit:
+            pass  # below: it may be at another attempt already
         elif request.phase is Phase.RESERVING:
             withdraw_attempt(parts, now_ns, request, attempt, failure.reason)
         else:
             fail_attempt(parts, now_ns, request, attempt, failure)
+    if culprit is not None:
+        condemn(parts, now_ns, culprit, poison_reason(culprit, failure.reason))
 
 
 def _hear_of_links(parts: Parts, sender: Worker, reports: tuple[LinkReport, ...]) -> None:
@@ -154,6 +169,11 @@ def _hear_of_links(parts: Parts, sender: Worker, reports: tuple[LinkReport, ...]
             links.append((peer.pool.name, report))
     for link in parts.links.report(sender.id, sender.pool.name, links):
         parts.outbox.warn_of(link)
+
+
+def _max_step_ms(worker: Worker) -> float:
+    """Longer than this no step takes that will ever end, on a machine that is as busy as may be."""
+    return max(MAX_STEP_NS / NS_PER_MS, MAX_STEP_FACTOR * worker.pool.max_step_tokens * worker.load.step_ms_per_token)
 
 
 def _silence_timer(worker_id: WorkerId) -> TimerKey:

@@ -48,6 +48,7 @@ class GetStatusResponse(_message.Message):
     LINKS_FIELD_NUMBER: _builtins.int
     ROUTES_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
+    NUM_POISON_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     model: _builtins.str
     epoch: _builtins.int
@@ -59,6 +60,8 @@ class GetStatusResponse(_message.Message):
     uptime_s: _builtins.float
     metrics_address: _builtins.str
     """host:port of the coordinator's Prometheus page (/metrics)."""
+    num_poison: _builtins.int
+    """Requests that were ended, since the coordinator's start, for what they did to the workers that computed them."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolStatus]: ...
     @_builtins.property
@@ -83,10 +86,11 @@ class GetStatusResponse(_message.Message):
         links: _abc.Iterable[Global___LinkStatus] | None = ...,
         routes: Global___RoutesStatus | None = ...,
         metrics_address: _builtins.str = ...,
+        num_poison: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["routes", b"routes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "epoch", b"epoch", "links", b"links", "metrics_address", b"metrics_address", "model", b"model", "num_fronts", b"num_fronts", "num_queued", b"num_queued", "num_running", b"num_running", "pools", b"pools", "routes", b"routes", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "epoch", b"epoch", "links", b"links", "metrics_address", b"metrics_address", "model", b"model", "num_fronts", b"num_fronts", "num_poison", b"num_poison", "num_queued", b"num_queued", "num_running", b"num_running", "pools", b"pools", "routes", b"routes", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

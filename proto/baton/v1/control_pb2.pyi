@@ -86,6 +86,28 @@ LEG_STAGE_FINISHED: LegStage.ValueType  # 5
 LEG_STAGE_CLOSING: LegStage.ValueType  # 6
 Global___LegStage: _TypeAlias = LegStage  # noqa: Y015
 
+class _Blame:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BlameEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Blame.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BLAME_UNSPECIFIED: _Blame.ValueType  # 0
+    BLAME_NOBODY: _Blame.ValueType  # 1
+    BLAME_SHARED: _Blame.ValueType  # 2
+    BLAME_OWN: _Blame.ValueType  # 3
+
+class Blame(_Blame, metaclass=_BlameEnumTypeWrapper):
+    """Whose fault a worker takes a failure for: nobody's in particular, that of one of those in the step that failed, or
+    that of the attempt itself.
+    """
+
+BLAME_UNSPECIFIED: Blame.ValueType  # 0
+BLAME_NOBODY: Blame.ValueType  # 1
+BLAME_SHARED: Blame.ValueType  # 2
+BLAME_OWN: Blame.ValueType  # 3
+Global___Blame: _TypeAlias = Blame  # noqa: Y015
+
 @_typing.final
 class ProcessId(_message.Message):
     """---- shared parts ----
@@ -577,12 +599,17 @@ class Resubmit(_message.Message):
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
     NUM_UNSHARED_FIELD_NUMBER: _builtins.int
     ATTEMPT_FLOOR_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     failed_attempt: _builtins.int
     num_delivered: _builtins.int
     num_choices: _builtins.int
     num_unshared: _builtins.int
     attempt_floor: _builtins.int
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Of the full blocks of the prompt and of what was delivered of the answer of which least was, in order."""
+
     def __init__(
         self,
         *,
@@ -592,10 +619,11 @@ class Resubmit(_message.Message):
         num_choices: _builtins.int = ...,
         num_unshared: _builtins.int = ...,
         attempt_floor: _builtins.int = ...,
+        block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_floor", b"attempt_floor", "failed_attempt", b"failed_attempt", "num_choices", b"num_choices", "num_delivered", b"num_delivered", "num_unshared", b"num_unshared", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_floor", b"attempt_floor", "block_hashes", b"block_hashes", "failed_attempt", b"failed_attempt", "num_choices", b"num_choices", "num_delivered", b"num_delivered", "num_unshared", b"num_unshared", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -862,6 +890,7 @@ class WorkerEnvelope(_message.Message):
     LEG_RELEASED_FIELD_NUMBER: _builtins.int
     PEER_FENCED_FIELD_NUMBER: _builtins.int
     BLOCK_EVENTS_FIELD_NUMBER: _builtins.int
+    LEG_SURVIVED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def worker_hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -884,6 +913,8 @@ class WorkerEnvelope(_message.Message):
     def peer_fenced(self) -> Global___PeerFenced: ...
     @_builtins.property
     def block_events(self) -> Global___BlockEvents: ...
+    @_builtins.property
+    def leg_survived(self) -> Global___LegSurvived: ...
     def __init__(
         self,
         *,
@@ -898,12 +929,13 @@ class WorkerEnvelope(_message.Message):
         leg_released: Global___LegReleased | None = ...,
         peer_fenced: Global___PeerFenced | None = ...,
         block_events: Global___BlockEvents | None = ...,
+        leg_survived: Global___LegSurvived | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block_events", b"block_events", "committed", b"committed", "finished", b"finished", "heartbeat", b"heartbeat", "leg_failed", b"leg_failed", "leg_released", b"leg_released", "message", b"message", "peer_fenced", b"peer_fenced", "prefill_done", b"prefill_done", "reserve_granted", b"reserve_granted", "reserve_refused", b"reserve_refused", "worker_hello", b"worker_hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_events", b"block_events", "committed", b"committed", "finished", b"finished", "heartbeat", b"heartbeat", "leg_failed", b"leg_failed", "leg_released", b"leg_released", "leg_survived", b"leg_survived", "message", b"message", "peer_fenced", b"peer_fenced", "prefill_done", b"prefill_done", "reserve_granted", b"reserve_granted", "reserve_refused", b"reserve_refused", "worker_hello", b"worker_hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_events", b"block_events", "committed", b"committed", "finished", b"finished", "heartbeat", b"heartbeat", "leg_failed", b"leg_failed", "leg_released", b"leg_released", "message", b"message", "peer_fenced", b"peer_fenced", "prefill_done", b"prefill_done", "reserve_granted", b"reserve_granted", "reserve_refused", b"reserve_refused", "worker_hello", b"worker_hello"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_events", b"block_events", "committed", b"committed", "finished", b"finished", "heartbeat", b"heartbeat", "leg_failed", b"leg_failed", "leg_released", b"leg_released", "leg_survived", b"leg_survived", "message", b"message", "peer_fenced", b"peer_fenced", "prefill_done", b"prefill_done", "reserve_granted", b"reserve_granted", "reserve_refused", b"reserve_refused", "worker_hello", b"worker_hello"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["worker_hello", "heartbeat", "reserve_granted", "reserve_refused", "prefill_done", "committed", "finished", "leg_failed", "leg_released", "peer_fenced", "block_events"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["worker_hello", "heartbeat", "reserve_granted", "reserve_refused", "prefill_done", "committed", "finished", "leg_failed", "leg_released", "peer_fenced", "block_events", "leg_survived"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -923,6 +955,7 @@ class WorkerLoad(_message.Message):
     PREFIX_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_CONTEXT_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    STEP_AGE_MS_FIELD_NUMBER: _builtins.int
     CHUNK_TOKEN_MS_FIELD_NUMBER: _builtins.int
     READING_MS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
@@ -934,6 +967,8 @@ class WorkerLoad(_message.Message):
     prefix_query_tokens: _builtins.int
     prefix_hit_tokens: _builtins.int
     decode_context_token_ms: _builtins.float
+    step_age_ms: _builtins.int
+    """How long the step that is under way has been running; 0 if none is."""
     chunk_token_ms: _builtins.float
     reading_ms: _builtins.int
     @_builtins.property
@@ -951,12 +986,13 @@ class WorkerLoad(_message.Message):
         prefix_query_tokens: _builtins.int = ...,
         prefix_hit_tokens: _builtins.int = ...,
         decode_context_token_ms: _builtins.float = ...,
+        step_age_ms: _builtins.int = ...,
         chunk_token_ms: _builtins.float = ...,
         reading_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "chunk_token_ms", b"chunk_token_ms", "decode_base_ms", b"decode_base_ms", "decode_context_token_ms", b"decode_context_token_ms", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "reading_ms", b"reading_ms", "step_ms_per_token", b"step_ms_per_token", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "chunk_token_ms", b"chunk_token_ms", "decode_base_ms", b"decode_base_ms", "decode_context_token_ms", b"decode_context_token_ms", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "reading_ms", b"reading_ms", "step_age_ms", b"step_age_ms", "step_ms_per_token", b"step_ms_per_token", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1319,9 +1355,11 @@ class LegFailed(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     RETRYABLE_FIELD_NUMBER: _builtins.int
+    BLAME_FIELD_NUMBER: _builtins.int
     outcome: _inference_pb2.Outcome.ValueType
     reason: _builtins.str
     retryable: _builtins.bool
+    blame: Global___Blame.ValueType
     @_builtins.property
     def attempt(self) -> Global___AttemptId: ...
     def __init__(
@@ -1331,14 +1369,37 @@ class LegFailed(_message.Message):
         outcome: _inference_pb2.Outcome.ValueType = ...,
         reason: _builtins.str = ...,
         retryable: _builtins.bool = ...,
+        blame: Global___Blame.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "outcome", b"outcome", "reason", b"reason", "retryable", b"retryable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blame", b"blame", "outcome", b"outcome", "reason", b"reason", "retryable", b"retryable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LegFailed: _TypeAlias = LegFailed  # noqa: Y015
+
+@_typing.final
+class LegSurvived(_message.Message):
+    """Decode has drawn a few tokens of an attempt that is on trial, and lives."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def attempt(self) -> Global___AttemptId: ...
+    def __init__(
+        self,
+        *,
+        attempt: Global___AttemptId | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LegSurvived: _TypeAlias = LegSurvived  # noqa: Y015
 
 @_typing.final
 class LegReleased(_message.Message):
@@ -1551,9 +1612,12 @@ class Reserve(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    IS_TRIAL_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     num_tokens: _builtins.int
     ttl_ms: _builtins.int
+    is_trial: _builtins.bool
+    """LegSurvived is wanted. Also in RunLocal."""
     @_builtins.property
     def attempt(self) -> Global___AttemptId: ...
     @_builtins.property
@@ -1566,10 +1630,11 @@ class Reserve(_message.Message):
         source: Global___WorkerRef | None = ...,
         num_tokens: _builtins.int = ...,
         ttl_ms: _builtins.int = ...,
+        is_trial: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "lease_id", b"lease_id", "num_tokens", b"num_tokens", "source", b"source", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "is_trial", b"is_trial", "lease_id", b"lease_id", "num_tokens", b"num_tokens", "source", b"source", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1618,8 +1683,10 @@ class RunLocal(_message.Message):
 
     ATTEMPT_FIELD_NUMBER: _builtins.int
     STEP_LIMIT_MS_FIELD_NUMBER: _builtins.int
+    IS_TRIAL_FIELD_NUMBER: _builtins.int
     step_limit_ms: _builtins.float
     """Of steps that also write answers, while the prompt is read; 0 for no limit."""
+    is_trial: _builtins.bool
     @_builtins.property
     def attempt(self) -> Global___AttemptId: ...
     def __init__(
@@ -1627,10 +1694,11 @@ class RunLocal(_message.Message):
         *,
         attempt: Global___AttemptId | None = ...,
         step_limit_ms: _builtins.float = ...,
+        is_trial: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "step_limit_ms", b"step_limit_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "is_trial", b"is_trial", "step_limit_ms", b"step_limit_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
