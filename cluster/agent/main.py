@@ -15,6 +15,7 @@ from pathlib import Path
 from cluster.agent.process import WorkerEndedError, run_worker
 from cluster.agent.settings import RoleProfile, WorkerSettings
 from cluster.core.config import CHECKSUMS, DEVICES, DTYPES, MAX_SECONDS, TRANSPORTS
+from cluster.core.drain_orders import AfterDrain, Leave
 from cluster.core.ids import WorkerId
 from cluster.wire.channels import LOOPBACK, PortInUseError
 from engine.model.safetensors_file import ModelWeightsError
@@ -24,6 +25,9 @@ from kv_transfer.transport.base import TransportError
 logger = logging.getLogger(__name__)
 
 EXIT_ENDED = 1
+EXIT_AGAIN = 75
+"""Of a worker that was drained to be started again, in the pool that its last line on stdout names (`again POOL`)."""
+AGAIN = "again "
 PARENT_CHECK_S = 1.0
 """How often a worker started with --with-parent looks whether its parent is still there."""
 
@@ -59,13 +63,16 @@ def _announce(address: str) -> None:
     print(f"ready {address}", flush=True)
 
 
-def _leave(error: BaseException | None) -> None:
+def _leave(error: BaseException | None, order: Leave | None) -> None:
     """Everything is closed but the control stream, whose end would have the coordinator kill this process."""
     if error is not None:
         logger.error("the worker ends: %s", error, exc_info=None if isinstance(error, WorkerEndedError) else error)
+    is_again = error is None and order is not None and order.then is not AfterDrain.STOP
+    if is_again and order is not None:
+        print(f"{AGAIN}{order.pool}")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if error is None else EXIT_ENDED)
+    os._exit(EXIT_AGAIN if is_again else 0 if error is None else EXIT_ENDED)
 
 
 async def _stop_with_parent(parent_pid: int, stop: asyncio.Event) -> None:

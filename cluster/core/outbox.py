@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.core.effects import DropBody, Effect, GiveUpWorker, ToFront, ToWorker, WarnOfLink
+from cluster.core.drain_orders import DrainOrder
+from cluster.core.effects import DropBody, Effect, GiveUpWorker, RetireWorker, ToFront, ToWorker, WarnOfLink
 from cluster.core.ids import FrontId, WorkerId
 from cluster.core.links import Link
 from cluster.core.messages import Command, CommandBody, ToFrontMessage
@@ -31,6 +32,9 @@ class Outbox:
 
     def give_up(self, worker: WorkerId, reason: str) -> None:
         self._effects.append(GiveUpWorker(worker=worker, reason=reason))
+
+    def retire(self, worker: WorkerId, order: DrainOrder) -> None:
+        self._effects.append(RetireWorker(worker=worker, order=order))
 
     def warn_of(self, link: Link) -> None:
         self._effects.append(WarnOfLink(link=link))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from cluster.core.drains import Drain
+from cluster.core.handlers.draining import waits_for
 from cluster.core.handlers.ending import current_attempt
 from cluster.core.leases import Lease
 from cluster.core.limits import HEARTBEATS_PER_TIMEOUT, NS_PER_MS
 from cluster.core.parts import Parts
 from cluster.core.reports import LeaseInfo
 from cluster.core.requests import PLACED_PHASES, Request
-from cluster.core.views import ClusterView, LeaseView, PoolView, RequestView, WorkerView
+from cluster.core.views import ClusterView, DrainView, LeaseView, PoolView, RequestView, WorkerView
 from cluster.core.workers import Worker
 
 _SILENT_HEARTBEATS = 3
@@ -36,6 +38,8 @@ def view_cluster(parts: Parts, now_ns: int) -> ClusterView:
         num_running=sum(request.phase in PLACED_PHASES for request in parts.requests.all()),
         num_leases=len(parts.leases),
         links=parts.links.all(),
+        drains=tuple(_view_drain(parts, drain, now_ns) for drain in parts.drains.all()),
+        drained=parts.drains.gone(),
     )
 
 
@@ -107,6 +111,11 @@ def _view_request(parts: Parts, request: Request, now_ns: int) -> RequestView:
     )
 
 
+def _view_drain(parts: Parts, drain: Drain, now_ns: int) -> DrainView:
+    remaining_ms = None if drain.deadline_ns is None else max(0, drain.deadline_ns - now_ns) // NS_PER_MS
+    return DrainView(order=drain.order, life=drain.life, waits_for=waits_for(parts, drain), remaining_ms=remaining_ms)
+
+
 def _view_worker(parts: Parts, worker: Worker, now_ns: int) -> WorkerView:
     hello = worker.hello
     silent_ns = now_ns - worker.last_heard_ns
@@ -115,7 +124,7 @@ def _view_worker(parts: Parts, worker: Worker, now_ns: int) -> WorkerView:
         worker=worker.id,
         pool=hello.pool,
         role=hello.role,
-        state="silent" if is_silent else "ready",
+        state="silent" if is_silent else "draining" if worker.is_leaving else "ready",
         host=hello.host,
         pid=hello.pid,
         model=hello.model,

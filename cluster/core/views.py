@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.core.drain_orders import DrainOrder
 from cluster.core.ids import AttemptId, FrontId, Role, WorkerId
 from cluster.core.links import Link
 from cluster.core.messages import BlockCounts, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrainView:
+    """A drain that is going on. `waits_for`: in words. `remaining_ms`: until its deadline, None if it has none."""
+
+    order: DrainOrder
+    life: WorkerId | None
+    waits_for: str
+    remaining_ms: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """A registered worker. `state` is `ready`, or `silent` where heartbeats are missing.
+    """A registered worker. `state` is `ready`, `silent` where heartbeats are missing, or `draining` where it is to get
+    no new work.
 
     `num_legs` counts what the coordinator has given it and not seen released; `load` is from its last heartbeat;
     `num_known_blocks` are those that prompts can hit there.
@@ -52,7 +64,7 @@ class PoolView:
 class ClusterView:
     """`num_running` counts requests with a place; the rest of `num_requests` waits, for a place or for a front.
 
-    `links`: by writer and peer.
+    `links`: by writer and peer. `drains`: by name. `drained`: names of workers that were drained and are gone.
     """
 
     name: str
@@ -64,6 +76,8 @@ class ClusterView:
     num_running: int
     num_leases: int
     links: tuple[Link, ...]
+    drains: tuple[DrainView, ...] = ()
+    drained: tuple[str, ...] = ()
 
     @property
     def is_ready(self) -> bool:

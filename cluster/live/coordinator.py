@@ -26,7 +26,7 @@ from cluster.core.config import ClusterConfig
 from cluster.core.errors import ConfigError
 from cluster.core.state import ClusterState
 from cluster.live.config_file import read_cluster_file
-from cluster.live.driver import Driver
+from cluster.live.driver import Driver, RetireWorker
 from cluster.live.environment import DISTRIBUTION
 from cluster.live.hosted_loop import OnReady
 from cluster.live.journal import Journal, JournalSettings
@@ -59,13 +59,18 @@ class CoordinatorSettings:
 
 
 async def run_coordinator(
-    settings: CoordinatorSettings, on_ready: OnReady, stop: asyncio.Event, end_remote: EndRemote | None = None
+    settings: CoordinatorSettings,
+    on_ready: OnReady,
+    stop: asyncio.Event,
+    end_remote: EndRemote | None = None,
+    retire: RetireWorker | None = None,
 ) -> None:
     """Serves until `stop` is set.
 
     Args:
         on_ready: called once with the address (host:port) on which it serves.
         end_remote: ends workers of other hosts that were given up; None: nobody does.
+        retire: sees to what follows a worker that was drained; None: whoever runs it does, by its exit status.
 
     Raises:
         PortInUseError: host:port cannot be listened on.
@@ -73,7 +78,12 @@ async def run_coordinator(
     """
     reaper = WorkerReaper() if end_remote is None else WorkerReaper(end_remote)
     state = ClusterState(settings.config, epoch=settings.epoch)
-    driver = Driver(state, reaper.end, journal=_open_journal(settings, state))
+    driver = Driver(
+        state,
+        reaper.end,
+        journal=_open_journal(settings, state),
+        retire_worker=retire or (lambda worker, order: reaper.end_here(worker)),
+    )
     server = make_server()
     control_pb2_grpc.add_CoordinatorServicer_to_server(ControlService(driver, reaper, settings.epoch), server)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(driver, settings.config), server)

@@ -52,13 +52,18 @@ class WorkerReaper:
 
     def end(self, worker: WorkerId, reason: str) -> None:
         """Ends the process if it still runs; SIGKILL also reaches a stopped one."""
+        if not self.end_here(worker):
+            self._end_remote(worker, reason)
+
+    def end_here(self, worker: WorkerId) -> bool:
+        """Likewise, on this host only. False if the process is not known here."""
         pidfd = self._pidfds.get(worker)
         if pidfd is None:
-            self._end_remote(worker, reason)
-            return
+            return False
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         self.release(worker)
+        return True
 
     def release(self, worker: WorkerId) -> None:
         """Forgets the process without touching it."""

@@ -156,6 +156,11 @@ def place(
     )
 
 
+def takes(worker: WorkerLike, demand: Demand) -> bool:
+    """Whether a decode worker has room for it."""
+    return _has_room(worker, demand.num_expected_blocks, demand.num_sequences)
+
+
 def starts_soon(worker: WorkerLike, num_held_tokens: int = 0) -> bool:
     """Whether a prompt of which so much is cached there would not wait long if it were given to it now."""
     worth_tokens = MAX_BACKLOG_PER_HELD_TOKEN * num_held_tokens

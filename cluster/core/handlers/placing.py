@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cluster.core.attempts import Attempt, Leg, LegState
 from cluster.core.handlers.ending import watch_deadline, withdraw_attempt
 from cluster.core.ids import Outcome, Role, WorkerId
@@ -13,7 +15,7 @@ from cluster.core.requests import Phase, Request
 from cluster.core.timers import TimerKey, TimerKind
 from cluster.core.workers import Worker
 from cluster.policy.candidates import MAX_HOLDERS, candidates_of
-from cluster.policy.placement import Candidates, Demand, Placement, Wait, demand_of, place
+from cluster.policy.placement import Candidates, Demand, Placement, Wait, demand_of, place, takes
 
 
 def place_waiting(parts: Parts, now_ns: int) -> None:
@@ -22,15 +24,8 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
         request = parts.requests.get(request_id)
         assert request is not None and request.phase is Phase.QUEUED
         request.excluded = {worker: until for worker, until in request.excluded.items() if until > now_ns}
-        num_left = request.max_tokens - request.num_delivered
-        demand = demand_of(
-            request.num_read_tokens,
-            num_left,
-            parts.config.kv.block_size,
-            num_choices=request.num_choices,
-            num_unshared=request.num_unshared,
-        )
-        decision = place(demand, _candidates(parts, request), request.excluded, _why_local(parts, request))
+        demand = _demand(parts, request)
+        decision = _decide(parts, request, demand)
         if isinstance(decision, Wait):
             request.waiting_for = decision.reason
             return
@@ -42,6 +37,44 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
         else:
             _start_pair(parts, now_ns, request, demand, decision, decision.prefill)
         watch_deadline(parts, request)
+
+
+def has_room_elsewhere(parts: Parts, request: Request) -> bool:
+    """Whether some decode worker that may be given work could take the request now, besides what it has."""
+    demand = _demand(parts, request)
+    decode = _candidates(parts, request).decode
+    return any(takes(worker, demand) for worker in decode if worker.id not in request.excluded)
+
+
+def _demand(parts: Parts, request: Request) -> Demand:
+    return demand_of(
+        request.num_read_tokens,
+        request.max_tokens - request.num_delivered,
+        parts.config.kv.block_size,
+        num_choices=request.num_choices,
+        num_unshared=request.num_unshared,
+    )
+
+
+def _decide(parts: Parts, request: Request, demand: Demand) -> Placement | Wait:
+    candidates, why_local = _candidates(parts, request), _why_local(parts, request)
+    source = _source(parts, request)
+    if source is not None and why_local is None:
+        decision = place(demand, replace(candidates, prefill=(source,)), request.excluded)
+        if isinstance(decision, Placement) and decision.prefill is not None:
+            return decision
+    return place(demand, candidates, request.excluded, why_local)
+
+
+def _source(parts: Parts, request: Request) -> Worker | None:
+    """The worker that is being drained of the request and has its KV, as long as it can push it."""
+    if request.source is None:
+        return None
+    drain = parts.drains.of(request.source)
+    if drain is None or drain.is_told_to_leave:
+        return None
+    worker = parts.workers.get(request.source)
+    return worker if worker is not None and worker.pool.device == "cpu" else None
 
 
 def _candidates(parts: Parts, request: Request) -> Candidates:
