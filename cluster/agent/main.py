@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from cluster.agent.exit_status import AGAIN, EXIT_AGAIN, EXIT_ENDED, EXIT_LEFT
 from cluster.agent.process import WorkerEndedError, run_worker
 from cluster.agent.settings import RoleProfile, WorkerSettings
 from cluster.core.config import CHECKSUMS, DEVICES, DTYPES, MAX_SECONDS, TRANSPORTS
@@ -24,10 +25,6 @@ from kv_transfer.transport.base import TransportError
 
 logger = logging.getLogger(__name__)
 
-EXIT_ENDED = 1
-EXIT_AGAIN = 75
-"""Of a worker that was drained to be started again, in the pool that its last line on stdout names (`again POOL`)."""
-AGAIN = "again "
 PARENT_CHECK_S = 1.0
 """How often a worker started with --with-parent looks whether its parent is still there."""
 
@@ -72,7 +69,7 @@ def _leave(error: BaseException | None, order: Leave | None) -> None:
         print(f"{AGAIN}{order.pool}")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(EXIT_AGAIN if is_again else 0 if error is None else EXIT_ENDED)
+    os._exit(EXIT_AGAIN if is_again else EXIT_LEFT if error is None else EXIT_ENDED)
 
 
 async def _stop_with_parent(parent_pid: int, stop: asyncio.Event) -> None:

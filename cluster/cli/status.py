@@ -62,6 +62,8 @@ def status_text(status: admin_pb2.GetStatusResponse) -> str:
     for pool in status.pools:
         parts.append("\n".join([_pool_title(pool), header, *lines[: len(pool.workers)]]))
         del lines[: len(pool.workers)]
+    if drains := _drains_text(status):
+        parts.append(drains)
     if status.links:
         parts.append(_links_text(status))
     return "\n\n".join(parts)
@@ -134,6 +136,7 @@ def _worker_json(worker: admin_pb2.WorkerStatus) -> dict[str, Any]:
         "pid": worker.pid,
         "host": worker.host,
         "engine": worker.engine,
+        "drain": _drain_json(worker.drain) if worker.HasField("drain") else None,
         "running": worker.num_running,
         "waiting": worker.num_waiting,
         "blocks": {name: getattr(worker.blocks, name) for name in _BLOCK_STATES},
@@ -146,13 +149,34 @@ def _worker_json(worker: admin_pb2.WorkerStatus) -> dict[str, Any]:
     }
 
 
+def _drain_json(drain: admin_pb2.DrainStatus) -> dict[str, Any]:
+    return {
+        "then": drain.then,
+        "pool": drain.pool or None,
+        "migrate": drain.migrate,
+        "remaining_ms": drain.remaining_ms if drain.HasField("remaining_ms") else None,
+        "waits_for": drain.waits_for,
+    }
+
+
+def _drains_text(status: admin_pb2.GetStatusResponse) -> str:
+    """A line for each worker that is being drained."""
+    lines = []
+    for worker in (worker for pool in status.pools for worker in pool.workers if worker.HasField("drain")):
+        drain = worker.drain
+        then = {"restart": "to be started again, ", "flip": f"to join pool {drain.pool}, "}.get(drain.then, "")
+        left = f", {drain.remaining_ms / 1e3:.0f} s left" if drain.HasField("remaining_ms") else ""
+        lines.append(f"draining {worker.name}: {then}waiting for {drain.waits_for}{left}")
+    return "\n".join(lines)
+
+
 def _pool_title(pool: admin_pb2.PoolStatus) -> str:
     num_ready = sum(worker.state == "ready" for worker in pool.workers)
     return f"pool {pool.name}, role {pool.role}: {num_ready} of {pool.wanted_replicas} workers ready"
 
 
 def _worker_row(worker: admin_pb2.WorkerStatus) -> tuple[str, ...]:
-    if worker.state == "down":
+    if worker.state in ("down", "drained"):
         return (worker.name, worker.state, *("-" for _ in _WORKER_HEADER[2:]))
     return (
         worker.name,

@@ -26,13 +26,13 @@ from cluster.core.config import ClusterConfig
 from cluster.core.errors import ConfigError
 from cluster.core.state import ClusterState
 from cluster.live.config_file import read_cluster_file
-from cluster.live.driver import Driver, RetireWorker
+from cluster.live.driver import Driver
 from cluster.live.environment import DISTRIBUTION
 from cluster.live.hosted_loop import OnReady
 from cluster.live.journal import Journal, JournalSettings
 from cluster.live.program_host import log_to_stderr
 from cluster.live.services import AdminService, ControlService
-from cluster.live.worker_reaper import EndRemote, WorkerReaper
+from cluster.live.worker_reaper import EndRemote, RetireWorker, WorkerReaper
 from cluster.wire.channels import LOOPBACK, PortInUseError, bind, make_server
 
 logger = logging.getLogger(__name__)

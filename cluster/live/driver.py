@@ -21,6 +21,7 @@ from cluster.core.limits import NS_PER_S
 from cluster.core.messages import FrontMessage, Resubmit, Submit, WorkerMessage, WorkerRefused
 from cluster.core.state import ClusterState
 from cluster.live.journal import Journal
+from cluster.live.worker_reaper import RetireWorker
 from cluster.wire.codec import encode_command, encode_to_front
 from cluster.wire.stream_outbox import StreamOutbox
 
@@ -32,8 +33,6 @@ FLUSH_AFTER_S: Final = 0.2
 """So much of the journal is lost at most if the process is killed."""
 EndWorker = Callable[[WorkerId, str], None]
 """Ends the process of that life of a worker, if it still runs; must not wait."""
-RetireWorker = Callable[[WorkerId, DrainOrder], None]
-"""Sees to it that what follows that drained life, or nothing, is what the order says; must not wait."""
 
 
 class Driver:

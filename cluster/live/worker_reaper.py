@@ -14,12 +14,16 @@ import signal
 import socket
 from collections.abc import Callable
 
+from cluster.core.drain_orders import DrainOrder
 from cluster.core.ids import WorkerId
 
 logger = logging.getLogger(__name__)
 
 EndRemote = Callable[[WorkerId, str], None]
 """Ends the process of that life of a worker on another host; must not wait."""
+
+RetireWorker = Callable[[WorkerId, DrainOrder], object]
+"""Sees to it that what follows a life that has been drained is what the order says; must not wait."""
 
 
 def _end_nothing(worker: WorkerId, reason: str) -> None:

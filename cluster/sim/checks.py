@@ -62,7 +62,8 @@ def leftovers(world: World) -> list[str]:
             found.append(f"{node.worker} has {node.state.num_token_records()} token records")
         if node.state.num_early_watches():
             found.append(f"{node.worker} has {node.state.num_early_watches()} watches of attempts that never came")
-        if node is not world.worker(node.worker.name):
+        # A supervisor that was told to start none any more does not look for a twin either.
+        if node is not world.worker(node.worker.name) and node.worker.name not in world.retired:
             found.append(f"{node.worker} runs beside its successor")
     return found + held(world)
 

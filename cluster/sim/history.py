@@ -44,8 +44,8 @@ class HistoryError(Exception):
 class Report:
     """What happened in a history (or, added up, in many).
 
-    By `num_drains` orders `num_left` lives ended. `num_interrupted` requests ran as the coordinator died; `num_continued`
-    of them were answered by that very attempt.
+    By `num_drains` orders `num_left` lives ended. `num_interrupted` requests ran as the coordinator died;
+    `num_continued` of them were answered by that very attempt.
     """
 
     num_histories: int = 1
