@@ -136,7 +136,6 @@ def _worker_json(worker: admin_pb2.WorkerStatus) -> dict[str, Any]:
         "pid": worker.pid,
         "host": worker.host,
         "engine": worker.engine,
-        "drain": _drain_json(worker.drain) if worker.HasField("drain") else None,
         "running": worker.num_running,
         "waiting": worker.num_waiting,
         "blocks": {name: getattr(worker.blocks, name) for name in _BLOCK_STATES},
@@ -146,6 +145,7 @@ def _worker_json(worker: admin_pb2.WorkerStatus) -> dict[str, Any]:
             "hit_tokens": worker.prefix_cache.hit_tokens,
         },
         "metrics_address": worker.metrics_address,
+        **({"drain": _drain_json(worker.drain)} if worker.HasField("drain") else {}),
     }
 
 
