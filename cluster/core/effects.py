@@ -49,6 +49,7 @@ class RetireWorker:
 
     worker: WorkerId
     order: DrainOrder
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

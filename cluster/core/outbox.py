@@ -33,8 +33,8 @@ class Outbox:
     def give_up(self, worker: WorkerId, reason: str) -> None:
         self._effects.append(GiveUpWorker(worker=worker, reason=reason))
 
-    def retire(self, worker: WorkerId, order: DrainOrder) -> None:
-        self._effects.append(RetireWorker(worker=worker, order=order))
+    def retire(self, worker: WorkerId, order: DrainOrder, reason: str) -> None:
+        self._effects.append(RetireWorker(worker=worker, order=order, reason=reason))
 
     def warn_of(self, link: Link) -> None:
         self._effects.append(WarnOfLink(link=link))

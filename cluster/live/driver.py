@@ -183,8 +183,8 @@ class Driver:
                 self._bodies.pop(effect.request_id, None)
             case effects.GiveUpWorker():
                 self._give_up(effect)
-            case effects.RetireWorker(worker=worker, order=order):
-                logger.info("worker %s has been drained", worker)
+            case effects.RetireWorker(worker=worker, order=order, reason=reason):
+                logger.info("worker %s, which was to be drained, is over: %s", worker, reason)
                 self._close_stream(worker)
                 self._retire_worker(worker, order)
             case effects.WarnOfLink(link=link):

@@ -120,8 +120,10 @@ async def where(admin: admin_pb2_grpc.AdminStub, name: str) -> tuple[str, str] |
 
 async def refusals(admin: admin_pb2_grpc.AdminStub) -> None:
     """Nothing is changed by what cannot be, and the reason is told."""
-    with pytest.raises(grpc.aio.AioRpcError, match="'d9' is registered; there is: d1, p0, w") as unknown:
-        await admin.Drain(admin_pb2.DrainRequest(worker="d9"))
+    with pytest.raises(
+        grpc.aio.AioRpcError, match="worker 'd0' has been drained and is gone; there is: d1, p0, w"
+    ) as unknown:
+        await admin.Drain(admin_pb2.DrainRequest(worker="d0"))
     assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
     with pytest.raises(grpc.aio.AioRpcError, match=r"d1 is the last decode worker: .* use --force") as last:
         await admin.Flip(admin_pb2.FlipRequest(worker="d1"))

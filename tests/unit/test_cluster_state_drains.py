@@ -252,7 +252,7 @@ def test_a_second_order_is_the_same_one_or_brings_it_up_to_date(bench: Bench) ->
 @pytest.mark.parametrize(
     ("worker", "then", "reason"),
     [
-        ("x", AfterDrain.STOP, "no worker 'x' is registered; there is: d0, p0"),
+        ("x", AfterDrain.STOP, "worker 'x' is not registered; there is: d0, p0"),
         ("d0", AfterDrain.STOP, "d0 is the last decode worker: without it no answer can be written"),
         ("d0", AfterDrain.RESTART, "d0 is the last decode worker"),
         ("p0", AfterDrain.FLIP, "p0 is the last prefill worker: without it decode workers have to read prompts"),

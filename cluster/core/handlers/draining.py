@@ -42,8 +42,7 @@ def why_refused(parts: Parts, order: DrainOrder, *, force: bool) -> DrainRefusal
         return DrainRefusal(reason=f"{order.worker} is being drained already, to {_purpose(going_on.order)}")
     worker = parts.workers.named(order.worker)
     if worker is None:
-        names = ", ".join(worker.id.name for worker in parts.workers.all()) or "none"
-        return DrainRefusal(reason=f"no worker {order.worker!r} is registered; there is: {names}", is_unknown=True)
+        return _unknown(parts, order.worker)
     if order.then is AfterDrain.FLIP:
         refusal = _why_not_to_pool(parts, worker, order.pool)
         if refusal is not None:
@@ -78,6 +77,12 @@ def on_drain_asked(parts: Parts, now_ns: int, order: DrainOrder, *, force: bool)
     if drain.life is not None:
         parts.outbox.to_worker(drain.life, StartDrain(order=drain.order))
         _watch(parts, now_ns, drain)
+
+
+def _unknown(parts: Parts, name: str) -> DrainRefusal:
+    what = "has been drained and is gone" if name in parts.drains.gone() else "is not registered"
+    names = ", ".join(worker.id.name for worker in parts.workers.all()) or "none"
+    return DrainRefusal(reason=f"worker {name!r} {what}; there is: {names}", is_unknown=True)
 
 
 def _why_not_to_pool(parts: Parts, worker: Worker, pool_name: str) -> DrainRefusal | None:

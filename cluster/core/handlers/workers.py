@@ -128,7 +128,7 @@ def lose_worker(parts: Parts, now_ns: int, worker_id: WorkerId, reason: str) -> 
     if order is None:
         parts.outbox.give_up(worker_id, reason)
     else:
-        parts.outbox.retire(worker_id, order)
+        parts.outbox.retire(worker_id, order, reason)
     parts.leases.forget_holder(worker_id)
     parts.links.forget(worker_id)
     parts.rebuild.forget_worker(worker_id)
