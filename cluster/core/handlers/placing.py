@@ -60,7 +60,10 @@ def _decide(parts: Parts, request: Request, demand: Demand) -> Placement | Wait:
     candidates, why_local = _candidates(parts, request), _why_local(parts, request)
     source = _source(parts, request)
     if source is not None and why_local is None:
-        decision = place(demand, replace(candidates, prefill=(source,)), request.excluded)
+        num_held = (demand.num_tokens - 1) // demand.block_size
+        held = {**candidates.num_held_blocks, source.id: num_held}
+        only = replace(candidates, prefill=(source,), num_held_blocks=held)
+        decision = place(demand, only, request.excluded)
         if isinstance(decision, Placement) and decision.prefill is not None:
             return decision
     return place(demand, candidates, request.excluded, why_local)
