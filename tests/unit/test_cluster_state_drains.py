@@ -177,6 +177,29 @@ def test_a_migrated_answer_goes_on_from_the_kv_of_the_drained_worker(bench: Benc
     bench.assert_nothing_left()
 
 
+def test_several_long_answers_all_come_from_the_drained_worker() -> None:
+    """They have next to nothing to be computed, so none has to wait for the others."""
+    bench = Bench()
+    bench.join(P0, D0, num_blocks=1000)
+    bench.connect()
+    for index in range(4):
+        attempt = AttemptId(f"r{index}", 1)
+        bench.submit(f"r{index}", num_prompt_tokens=900)
+        bench.grant(attempt)
+        bench.worker_says(P0, PrefillDone(attempt=attempt, outcome=None, timeline=TIMELINE))
+        bench.worker_says(D0, Committed(attempt=attempt, timeline=TIMELINE))
+        bench.release(P0, attempt)
+    bench.join(D1, num_blocks=1000)
+    assert len(bench.said()) == 0
+    drain(bench, D0, migrate=True)
+    assert len(bench.said()) == 4
+    for index in range(4):
+        bench.release(D0, AttemptId(f"r{index}", 1))
+        bench.front_says(Resubmit(request_id=f"r{index}", failed_attempt=1, num_delivered=3))
+        reserve = only(bench.commands(D1))
+        assert isinstance(reserve, Reserve) and reserve.source.worker == D0
+
+
 def test_being_moved_is_no_failure() -> None:
     bench = Bench(make_config(max_attempts=1))
     bench.join(P0, D0, D1)
