@@ -70,6 +70,7 @@ bench: kernels  ## Run every benchmark; JSON and plots land in benchmarks/result
 
 soak: soak-engine soak-push soak-exact soak-properties  ## Many more histories than the tests run: of simulated clusters, the engine, and pushes.
 	@BATON_SIM_HISTORIES=20000 $(BIN)/python -m pytest tests/sim --timeout 7200
+	@BATON_RAY_DRAINS=1 $(BIN)/python -m pytest tests/e2e/test_ray_cluster.py -k drained
 
 soak-properties: kernels  ## The tests of properties on examples that are drawn anew.
 	@BATON_RANDOM_EXAMPLES=1 $(BIN)/python -m pytest $(IN_PARALLEL) tests/property tests/unit

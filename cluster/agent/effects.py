@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.core.drain_orders import Leave
 from cluster.core.ids import FrontId
 from cluster.core.messages import RankEndpoint, WorkerMessage
 from cluster.core.token_messages import TokenRun
@@ -75,9 +76,10 @@ class ConnectPeer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown:
-    """This life of the worker ends: close everything and exit."""
+    """This life of the worker ends: close everything and exit. `leave`: as a drained worker was told to, in order."""
 
     reason: str
+    leave: Leave | None = None
 
 
 Effect = (

@@ -12,9 +12,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from cluster.agent.exit_status import AGAIN, EXIT_AGAIN, EXIT_ENDED, EXIT_LEFT
 from cluster.agent.process import WorkerEndedError, run_worker
 from cluster.agent.settings import RoleProfile, WorkerSettings
 from cluster.core.config import CHECKSUMS, DEVICES, DTYPES, MAX_SECONDS, TRANSPORTS
+from cluster.core.drain_orders import AfterDrain, Leave
 from cluster.core.ids import WorkerId
 from cluster.wire.channels import LOOPBACK, PortInUseError
 from engine.model.safetensors_file import ModelWeightsError
@@ -23,7 +25,6 @@ from kv_transfer.transport.base import TransportError
 
 logger = logging.getLogger(__name__)
 
-EXIT_ENDED = 1
 PARENT_CHECK_S = 1.0
 """How often a worker started with --with-parent looks whether its parent is still there."""
 
@@ -59,13 +60,16 @@ def _announce(address: str) -> None:
     print(f"ready {address}", flush=True)
 
 
-def _leave(error: BaseException | None) -> None:
+def _leave(error: BaseException | None, order: Leave | None) -> None:
     """Everything is closed but the control stream, whose end would have the coordinator kill this process."""
     if error is not None:
         logger.error("the worker ends: %s", error, exc_info=None if isinstance(error, WorkerEndedError) else error)
+    is_again = error is None and order is not None and order.then is not AfterDrain.STOP
+    if is_again and order is not None:
+        print(f"{AGAIN}{order.pool}")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if error is None else EXIT_ENDED)
+    os._exit(EXIT_AGAIN if is_again else EXIT_LEFT if error is None else EXIT_ENDED)
 
 
 async def _stop_with_parent(parent_pid: int, stop: asyncio.Event) -> None:

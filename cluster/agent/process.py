@@ -28,6 +28,7 @@ from cluster.agent.settings import RoleProfile, WorkerSettings
 from cluster.agent.state import WorkerState
 from cluster.agent.token_server import TokenService
 from cluster.agent.transport_port import TransportPort
+from cluster.core.drain_orders import Leave
 from cluster.wire.channels import bind, make_server
 from cluster.wire.metrics_server import MetricsServer
 from engine.core.step import StepResult
@@ -42,7 +43,7 @@ THREAD_STOP_TIMEOUT_S = 10.0
 NANOSECOND_S = 1e-9
 
 OnReady = Callable[[str], None]
-OnClosed = Callable[[BaseException | None], None]
+OnClosed = Callable[[BaseException | None, Leave | None], None]
 
 
 class WorkerEndedError(Exception):
@@ -56,15 +57,18 @@ async def run_worker(
     on_ready: OnReady | None = None,
     on_closed: OnClosed | None = None,
     stop: asyncio.Event | None = None,
-) -> None:
+) -> Leave | None:
     """Loads the model, registers and serves until `stop` is set and its pushes have ended; without one, until it is
     cancelled.
 
     Args:
         on_ready: called once, with the token stream's address, when the coordinator has welcomed the worker.
         on_closed: called when everything is given back but the control stream, with the error that ended the worker,
-            if one did. The coordinator kills the process of a worker whose stream has ended, so this is the moment to
-            leave in an orderly way.
+            if one did, and what is returned. The coordinator kills the process of a worker whose stream has ended, so
+            this is the moment to leave in an orderly way.
+
+    Returns:
+        Of a worker that was drained, what it was told; None of one that was asked to stop.
 
     Raises:
         WorkerEndedError: this life is over by itself; whoever wants another starts one with a higher incarnation.
@@ -79,7 +83,7 @@ async def run_worker(
     engine_thread = JobThread("engine", asyncio.get_running_loop())
     try:
         engine = await engine_thread.call(lambda: load_engine(settings, profile))
-        await _serve(settings, profile, engine, engine_thread, on_ready, on_closed, stop or asyncio.Event())
+        return await _serve(settings, profile, engine, engine_thread, on_ready, on_closed, stop or asyncio.Event())
     finally:
         engine_thread.close(THREAD_STOP_TIMEOUT_S)
 
@@ -92,7 +96,7 @@ async def _serve(
     on_ready: OnReady | None,
     on_closed: OnClosed | None,
     stop: asyncio.Event,
-) -> None:
+) -> Leave | None:
     loop = asyncio.get_running_loop()
     server = make_server()
     address = f"{settings.host}:{bind(server, settings.host)}"
@@ -122,10 +126,11 @@ async def _serve(
             engine.close()
         error = next((done.exception() for done in (worker.ended, dialling) if _has_failed(done)), None)
         if on_closed is not None:
-            on_closed(error)
+            on_closed(error, worker.leave_order)
         dialling.cancel()
     if error is not None:
         raise error
+    return worker.leave_order
 
 
 def _has_failed(future: asyncio.Future[None]) -> bool:
@@ -149,6 +154,8 @@ class _Worker:
         self._verifier = JobThread("verifier", self._loop)
         self._state = WorkerState(config, time.monotonic_ns())
         self._is_leaving = False
+        self.leave_order: Leave | None = None
+        """As which it left, once a coordinator has told it to."""
         self._address = config.hello.ref.token_address
         self._on_ready = on_ready
         self._events: deque[ev.Event] = deque()
@@ -228,8 +235,9 @@ class _Worker:
                 self.transport.cancel(effect)
             case fx.FencePeer():
                 self.transport.fence(effect)
-            case fx.Shutdown(reason=reason):
-                if not self._is_leaving:
+            case fx.Shutdown(reason=reason, leave=leave):
+                self.leave_order = leave
+                if not self._is_leaving and leave is None:
                     self._end(WorkerEndedError(reason))
                 elif not self.ended.done():
                     self.ended.set_result(None)

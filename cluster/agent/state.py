@@ -21,6 +21,7 @@ from cluster.agent.outbox import Outbox
 from cluster.agent.peer_links import PeerLinks
 from cluster.agent.pushes import Pushes
 from cluster.agent.stepper import Stepper
+from cluster.core.drain_orders import DrainOrder, Leave, StartDrain, WorkerLeft
 from cluster.core.ids import FrontId, Outcome
 from cluster.core.limits import NS_PER_MS, NS_PER_S
 from cluster.core.messages import (
@@ -88,6 +89,9 @@ class WorkerState:
         self._step_began_ns: int | None = None
         self._step_due_ns: int | None = None
         self._shutdown_reason: str | None = None
+        self._drain: DrainOrder | None = None
+        self._drain_told_ns = now_ns
+        self._leave: Leave | None = None
         self._leave_asked_ns: int | None = None
         self._last_needed_ns = now_ns
         """Of a worker that has been asked to leave: when it was, or when it last had a push."""
@@ -105,7 +109,9 @@ class WorkerState:
         effects = self._collect(now_ns)
         if self._may_leave(now_ns):
             self._shutdown_reason = "asked to stop"
-            effects.append(Shutdown(reason=self._shutdown_reason))
+            if self._leave is not None and self._link.is_connected:
+                effects.append(ToCoordinator(message=WorkerLeft()))
+            effects.append(Shutdown(reason=self._shutdown_reason, leave=self._leave))
         return effects
 
     def next_deadline_ns(self) -> int | None:
@@ -158,6 +164,11 @@ class WorkerState:
     def is_registered(self) -> bool:
         """Whether the coordinator has welcomed this worker on its present stream."""
         return self._link.is_registered
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether a coordinator has told it that nothing new will come."""
+        return self._drain is not None
 
     def is_receiving(self, key: PushKey) -> bool:
         """Whether that push goes on here: nobody else may write to its blocks, and it has not been given up."""
@@ -249,6 +260,7 @@ class WorkerState:
             inventory=inventory_of(self._legs, self._outbox, self._pushes.leases(now_ns), self._config.hello.role),
             fenced=self._pushes.fenced_lives(),
             epoch=self._link.epoch,
+            drain=self._drain_left(now_ns),
         )
 
     def _on_transport(self, now_ns: int, event: ev.Event) -> None:
@@ -290,6 +302,11 @@ class WorkerState:
                 self._block_reporter.start_over()
             case SendBlockSnapshot():
                 self._block_reporter.start_over()
+            case StartDrain(order=order):
+                self._drain, self._drain_told_ns = order, now_ns
+            case Leave():
+                self._leave = command
+                self._on_leave_requested(now_ns)
             case WorkerRefused(reason=reason):
                 self._shutdown_reason = f"the coordinator refused this worker: {reason}"
 
@@ -332,6 +349,13 @@ class WorkerState:
             self._leave_asked_ns = self._last_needed_ns = now_ns
             if self._link.is_registered:
                 self._reports.append(self._heartbeat(now_ns))
+
+    def _drain_left(self, now_ns: int) -> DrainOrder | None:
+        """The order that it has been told of, with what is left of its time."""
+        if self._drain is None or self._drain.deadline_ms is None:
+            return self._drain
+        passed_ms = (now_ns - self._drain_told_ns) // NS_PER_MS
+        return replace(self._drain, deadline_ms=max(0, self._drain.deadline_ms - passed_ms))
 
     def _may_leave(self, now_ns: int) -> bool:
         """Whether nobody needs what is held here any more, or has had time enough to take it over."""

@@ -15,6 +15,7 @@ from cluster.wire.channels import RETRY_AFTER_TRAILER
 _EXIT_CODES: Final = {
     grpc.StatusCode.INVALID_ARGUMENT: INVALID,
     grpc.StatusCode.ALREADY_EXISTS: INVALID,
+    grpc.StatusCode.FAILED_PRECONDITION: INVALID,
     grpc.StatusCode.NOT_FOUND: NOT_FOUND,
     grpc.StatusCode.UNAVAILABLE: NOT_FOUND,
     grpc.StatusCode.UNIMPLEMENTED: NOT_FOUND,
@@ -118,6 +119,8 @@ def _in_own_words(code: grpc.StatusCode, reason: str, address: str) -> str | Non
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return _naming_the_option(reason)
     is_about_coordinator = reason.startswith(_COORDINATOR_PREFIX)
+    if is_about_coordinator and code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION):
+        return reason.removeprefix(_COORDINATOR_PREFIX)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         if is_about_coordinator:
             return f"the coordinator of the cluster at {address} did not answer in time"

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli import drain_commands
 from cluster.cli import generate_options as given
 from cluster.cli.errors import (
     FAILED,
@@ -22,6 +23,7 @@ from cluster.cli.errors import (
     fail,
     reports_errors,
 )
+from cluster.cli.shared_options import AddressOption, JsonOption
 from cluster.core.config import MODEL_PRESETS
 from cluster.live.environment import DISTRIBUTION, Environment, read_environment
 
@@ -41,16 +43,6 @@ model_app = typer.Typer(
 )
 app.add_typer(model_app, name="model")
 
-AddressOption = Annotated[
-    str | None,
-    typer.Option(
-        "--address",
-        "-a",
-        metavar="HOST:PORT",
-        help="The cluster to talk to. Default: BATON_ADDRESS, else the only cluster that was started here.",
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 _JUST_INTERRUPTED = "interrupted by Ctrl-C"
 _ASKING = exit_codes(
     {
@@ -178,6 +170,9 @@ def leases(address: AddressOption = None, as_json: JsonOption = False) -> None:
     from cluster.cli import clusters
 
     clusters.show_leases(_environment(), address, as_json)
+
+
+drain_commands.register(app)
 
 
 @app.command(

@@ -206,6 +206,14 @@ class Client:
         with self._admin_errors():
             return self._admin.GetLeases(admin_pb2.GetLeasesRequest(), timeout=ADMIN_TIMEOUT_S)
 
+    def drain(self, request: admin_pb2.DrainRequest) -> admin_pb2.DrainResponse:
+        with self._admin_errors():
+            return self._admin.Drain(request, timeout=ADMIN_TIMEOUT_S)
+
+    def flip(self, request: admin_pb2.FlipRequest) -> admin_pb2.FlipResponse:
+        with self._admin_errors():
+            return self._admin.Flip(request, timeout=ADMIN_TIMEOUT_S)
+
     @contextlib.contextmanager
     def _admin_errors(self) -> Iterator[None]:
         try:

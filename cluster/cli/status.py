@@ -67,6 +67,8 @@ def status_text(status: admin_pb2.GetStatusResponse) -> str:
     for pool in status.pools:
         parts.append("\n".join([_pool_title(pool), header, *lines[: len(pool.workers)]]))
         del lines[: len(pool.workers)]
+    if drains := _drains_text(status):
+        parts.append(drains)
     if status.links:
         parts.append(_links_text(status))
     if status.HasField("routes"):
@@ -183,7 +185,29 @@ def _worker_json(worker: admin_pb2.WorkerStatus) -> dict[str, Any]:
             "hit_tokens": worker.prefix_cache.hit_tokens,
         },
         "metrics_address": worker.metrics_address,
+        **({"drain": _drain_json(worker.drain)} if worker.HasField("drain") else {}),
     }
+
+
+def _drain_json(drain: admin_pb2.DrainStatus) -> dict[str, Any]:
+    return {
+        "then": drain.then,
+        "pool": drain.pool or None,
+        "migrate": drain.migrate,
+        "remaining_ms": drain.remaining_ms if drain.HasField("remaining_ms") else None,
+        "waits_for": drain.waits_for,
+    }
+
+
+def _drains_text(status: admin_pb2.GetStatusResponse) -> str:
+    """A line for each worker that is being drained."""
+    lines = []
+    for worker in (worker for pool in status.pools for worker in pool.workers if worker.HasField("drain")):
+        drain = worker.drain
+        then = {"restart": "to be started again, ", "flip": f"to join pool {drain.pool}, "}.get(drain.then, "")
+        left = f", {drain.remaining_ms / 1e3:.0f} s left" if drain.HasField("remaining_ms") else ""
+        lines.append(f"draining {worker.name}: {then}waiting for {drain.waits_for}{left}")
+    return "\n".join(lines)
 
 
 def _pool_title(pool: admin_pb2.PoolStatus) -> str:
@@ -192,7 +216,7 @@ def _pool_title(pool: admin_pb2.PoolStatus) -> str:
 
 
 def _worker_row(worker: admin_pb2.WorkerStatus) -> tuple[str, ...]:
-    if worker.state == "down":
+    if worker.state in ("down", "drained"):
         return (worker.name, worker.state, *("-" for _ in _WORKER_HEADER[2:]))
     return (
         worker.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.core.drain_orders import DrainOrder
 from cluster.core.ids import FrontId, WorkerId
 from cluster.core.links import Link
 from cluster.core.messages import Command, ToFrontMessage
@@ -43,6 +44,16 @@ class GiveUpWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RetireWorker:
+    """That life has ended while, or because, it was drained. Whoever runs it is to start none after it, or one in
+    another pool, as the order says. Otherwise as GiveUpWorker."""
+
+    worker: WorkerId
+    order: DrainOrder
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WarnOfLink:
     """Tell operators, in the log: the link is slow beside the others between its two pools. Once for each link."""
 
@@ -64,4 +75,4 @@ class ReportPoison:
     reason: str
 
 
-Effect = ToWorker | ToFront | DropBody | GiveUpWorker | WarnOfLink | WarnOfFewPushes | ReportPoison
+Effect = ToWorker | ToFront | DropBody | GiveUpWorker | RetireWorker | WarnOfLink | WarnOfFewPushes | ReportPoison

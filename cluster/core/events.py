@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.core.drain_orders import DrainOrder
 from cluster.core.ids import FrontId, WorkerId
 from cluster.core.messages import FrontMessage, WorkerMessage
 
@@ -40,8 +41,19 @@ class WorkerGone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrainAsked:
+    """An operator orders a worker to be drained. `force`: also if it is the last of its role.
+
+    What would be refused (`ClusterState.why_refused`) does nothing.
+    """
+
+    order: DrainOrder
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """Time has passed; the driver sends one at ClusterState.next_deadline_ns() at the latest."""
 
 
-Event = FromFront | FrontGone | FromWorker | WorkerGone | Tick
+Event = FromFront | FrontGone | FromWorker | WorkerGone | DrainAsked | Tick

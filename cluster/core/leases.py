@@ -87,6 +87,12 @@ class LeaseLedger:
         keys = self._by_peer.get(peer, {})
         return tuple(dict.fromkeys(self._leases[key].holder for key in keys))
 
+    def num_of(self, worker: WorkerId) -> int:
+        """Leases of which that life is either side, and what it has last reported besides."""
+        keys = {*self._by_holder.get(worker, {}), *self._by_peer.get(worker, {})}
+        known = {lease_id for lease_id, _ in keys}
+        return len(keys) + sum(lease_id not in known for lease_id in self._reported.get(worker, {}))
+
     def report(self, holder: WorkerId, leases: tuple[LeaseInfo, ...]) -> None:
         """Replaces what the holder says of itself."""
         self._reported[holder] = {info.lease_id: info for info in leases}

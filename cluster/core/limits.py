@@ -35,6 +35,15 @@ MAX_SUSPICIONS: Final = 8
 """Lost workers that a suspected request is remembered with: the latest."""
 MAX_OWN_FAILURES: Final = 2
 """Attempts at a request for which an engine computed nothing usable, before the request is ended for it."""
+MAX_HAND_OVERS: Final = 4
+"""So many answers at once are on their way from a worker that is being drained: the others go on there meanwhile."""
+HAND_OVER_NS: Final = 5 * NS_PER_S
+"""So long before the deadline of a drain, at most, running answers begin to go on elsewhere."""
+LEAVE_TIMEOUT_NS: Final = 10 * NS_PER_S
+"""A drained worker that was told to leave and is still there after so long is ended."""
+NEXT_LIFE_NS: Final = 120 * NS_PER_S
+"""A worker that was lost while it was drained may be started again by whoever runs it, as after any crash. For so long
+its next life is drained as well."""
 UNKNOWN_ATTEMPT: Final = "the coordinator does not know it"
 """Reason given with the cancellation of a leg that only its worker knows of."""
 REBUILD_WINDOW_NS: Final = 5 * NS_PER_S

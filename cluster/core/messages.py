@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.core.drain_orders import DrainOrder, Leave, StartDrain, WorkerLeft
 from cluster.core.ids import AttemptId, Blame, FrontId, Outcome, Role, Route, WorkerId
 from cluster.core.reports import HeldLeg, LeaseInfo, LinkReport, LiveRequest
 
@@ -210,11 +211,15 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFailed:
-    """The attempt is over without an outcome. The front answers Resubmit, or RequestDone if it wants no more."""
+    """The attempt is over without an outcome. The front answers Resubmit, or RequestDone if it wants no more.
+
+    `is_planned`: its worker is being drained, which is no failure.
+    """
 
     epoch: int
     attempt: AttemptId
     reason: str
+    is_planned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +290,7 @@ class WorkerHello:
     epoch: int = 0
     metrics_address: str = ""
     engine: str = "native"
+    drain: DrainOrder | None = None  # that it has been told of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,6 +416,7 @@ WorkerMessage = (
     | PeerFenced
     | BlockEvents
     | LegSurvived
+    | WorkerLeft
 )
 
 # ---- coordinator -> worker (commands; each is sent with the epoch and the worker's id, see Command) -----------
@@ -501,6 +508,8 @@ CommandBody = (
     | SenderStopped
     | PeerLost
     | SendBlockSnapshot
+    | StartDrain
+    | Leave
 )
 
 

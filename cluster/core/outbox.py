@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from cluster.core.drain_orders import DrainOrder
 from cluster.core.effects import (
     DropBody,
     Effect,
     GiveUpWorker,
     ReportPoison,
+    RetireWorker,
     ToFront,
     ToWorker,
     WarnOfFewPushes,
@@ -41,6 +43,9 @@ class Outbox:
 
     def give_up(self, worker: WorkerId, reason: str) -> None:
         self._effects.append(GiveUpWorker(worker=worker, reason=reason))
+
+    def retire(self, worker: WorkerId, order: DrainOrder, reason: str) -> None:
+        self._effects.append(RetireWorker(worker=worker, order=order, reason=reason))
 
     def warn_of(self, link: Link) -> None:
         self._effects.append(WarnOfLink(link=link))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from cluster.core.attempts import AttemptTable
 from cluster.core.config import ClusterConfig
+from cluster.core.drains import DrainTable
 from cluster.core.ids import FrontId
 from cluster.core.leases import LeaseLedger
 from cluster.core.limits import NS_PER_S
@@ -39,6 +40,7 @@ class Parts:
     timers: Timers = field(default_factory=Timers)
     rebuild: RebuildWindow = field(default_factory=RebuildWindow)
     trials: TrialTable = field(default_factory=TrialTable)
+    drains: DrainTable = field(default_factory=DrainTable)
     fronts: dict[str, FrontId] = field(default_factory=dict)
     num_leases_made: int = 0
     num_draws: int = 0

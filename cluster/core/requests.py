@@ -74,6 +74,7 @@ class Request:
         num_choices: answers that are still to be written.
         num_delivered: output tokens of one of them that its client has, and the next attempt reads first.
         num_unshared: such tokens of the others beyond these.
+        source: a worker that is being drained and has the KV of what is to be read: the next attempt's prefill worker.
         excluded: decode workers not to be asked, until when.
         waiting_for: why it has no place, in words.
         suspicions: workers that ended while they computed it, since it last came through a trial.
@@ -100,6 +101,7 @@ class Request:
     num_delivered: int = 0
     num_unshared: int = 0
     last_failure: Failure | None = None
+    source: WorkerId | None = None
     excluded: dict[WorkerId, int] = field(default_factory=dict)
     waiting_for: str = ""
     suspicions: tuple[WorkerId, ...] = ()

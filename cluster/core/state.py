@@ -21,9 +21,10 @@ from __future__ import annotations
 
 from cluster.core.attempts import LegState
 from cluster.core.config import ClusterConfig
+from cluster.core.drain_orders import DrainOrder, DrainRefusal, WorkerLeft
 from cluster.core.effects import Effect
-from cluster.core.events import Event, FromFront, FromWorker, FrontGone, Tick, WorkerGone
-from cluster.core.handlers import fronts, legs, rebuilding, workers
+from cluster.core.events import DrainAsked, Event, FromFront, FromWorker, FrontGone, Tick, WorkerGone
+from cluster.core.handlers import draining, fronts, legs, rebuilding, workers
 from cluster.core.handlers.ending import current_attempt
 from cluster.core.handlers.placing import place_waiting
 from cluster.core.handlers.timeouts import on_tick
@@ -86,11 +87,14 @@ class ClusterState:
                 fronts.on_front_gone(parts, now_ns, front)
             case WorkerGone(worker=worker, reason=reason):
                 workers.lose_worker(parts, now_ns, worker, reason)
+            case DrainAsked(order=order, force=force):
+                draining.on_drain_asked(parts, now_ns, order, force=force)
             case Tick():
                 on_tick(parts, now_ns)
         if parts.rebuild.is_open:
             rebuilding.settle(parts, now_ns)
         if not parts.rebuild.is_open:
+            draining.settle(parts, now_ns)
             place_waiting(parts, now_ns)
         return parts.outbox.take()
 
@@ -111,6 +115,10 @@ class ClusterState:
         """None if there is no request of that id, or it has ended."""
         return view_request(self._parts, request_id, now_ns)
 
+    def why_refused(self, order: DrainOrder, *, force: bool) -> DrainRefusal | None:
+        """What a DrainAsked with this order would do nothing for; None if it is carried out."""
+        return draining.why_refused(self._parts, order, force=force)
+
     def front_of(self, request_id: str) -> FrontId | None:
         """Whose request it is, None if there is no such request."""
         request = self._parts.requests.get(request_id)
@@ -128,6 +136,7 @@ class ClusterState:
             parts.links,
             parts.routes,
             parts.rebuild,
+            parts.drains,
             parts.prefixes,
             parts.timers,
         ):
@@ -136,6 +145,7 @@ class ClusterState:
         self._check_attempts()
         self._check_leases()
         self._check_timers()
+        self._check_drains()
         assert all(parts.workers.get(writer) is not None for writer in parts.links.writers()), "a lost worker's link"
         assert all(parts.workers.get(worker) is not None for worker in parts.trials.workers()), "a lost worker's trial"
         assert parts.prefixes.lives() == [worker.id for worker in parts.workers.all()], "blocks of a lost worker"
@@ -178,6 +188,8 @@ class ClusterState:
                 workers.on_heartbeat(parts, now_ns, worker, message)
             case BlockEvents():
                 workers.on_block_events(parts, worker, message)
+            case WorkerLeft():
+                draining.on_left(parts, sender)
             case PeerFenced():
                 workers.on_peer_fenced(parts, now_ns, sender, message)
             case ReserveGranted():
@@ -241,12 +253,25 @@ class ClusterState:
             assert leg is not None and leg.worker == lease.holder and not leg.is_released
             assert lease.side is Side.HELD or not attempt.committed
 
+    def _check_drains(self) -> None:
+        parts = self._parts
+        keys = parts.timers.keys()
+        timed = {key.name for key in keys if key.kind is TimerKind.DRAIN}
+        for drain in parts.drains.all():
+            worker = None if drain.life is None else parts.workers.get(drain.life)
+            assert (worker is None) == (drain.life is None), f"the drain of {drain.life}, which is lost"
+            assert worker is None or worker.is_leaving, f"{drain.life} may be given work"
+            ends_by_itself = worker is not None and not drain.is_told_to_leave
+            assert ends_by_itself or drain.order.worker in timed, f"{drain.order}, which nothing would end"
+
     def _check_timers(self) -> None:
         parts = self._parts
         keys = parts.timers.keys()
         for key in keys:
             if key.kind in (TimerKind.REQUEST, TimerKind.RETRY):
                 assert parts.requests.get(key.name) is not None, f"{key} of no request"
+            elif key.kind is TimerKind.DRAIN:
+                assert parts.drains.named(key.name) is not None, f"{key} of no drain"
             elif key.kind is TimerKind.WORKER:
                 assert parts.workers.get(WorkerId(key.name, key.number)) is not None, f"{key} of no worker"
         assert parts.rebuild.is_open == any(key.kind is TimerKind.REBUILD for key in keys)

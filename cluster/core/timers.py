@@ -19,11 +19,12 @@ class TimerKind(Enum):
     ATTEMPT = "attempt"
     WORKER = "worker"
     REBUILD = "rebuild"
+    DRAIN = "drain"
 
 
 @dataclass(frozen=True, slots=True)
 class TimerKey:
-    """`name` and `number` are those of the request, attempt or worker life."""
+    """`name` and `number` are those of the request, attempt, worker life or drained worker."""
 
     kind: TimerKind
     name: str

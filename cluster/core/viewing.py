@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from cluster.core.drains import Drain
+from cluster.core.handlers.draining import waits_for
 from cluster.core.handlers.ending import current_attempt
 from cluster.core.ids import Role
 from cluster.core.leases import Lease
@@ -9,7 +11,7 @@ from cluster.core.limits import HEARTBEATS_PER_TIMEOUT, NS_PER_MS
 from cluster.core.parts import Parts
 from cluster.core.reports import LeaseInfo
 from cluster.core.requests import PLACED_PHASES, Request
-from cluster.core.views import ClusterView, LeaseView, PoolView, RequestView, RoutesView, WorkerView
+from cluster.core.views import ClusterView, DrainView, LeaseView, PoolView, RequestView, RoutesView, WorkerView
 from cluster.core.workers import Worker
 from cluster.policy.candidates import candidates_of
 from cluster.policy.placement import Candidates, break_even_tokens
@@ -41,6 +43,8 @@ def view_cluster(parts: Parts, now_ns: int) -> ClusterView:
         links=parts.links.all(),
         routes=_view_routes(parts),
         num_poison=parts.trials.num_condemned,
+        drains=tuple(_view_drain(parts, drain, now_ns) for drain in parts.drains.all()),
+        drained=parts.drains.gone(),
     )
 
 
@@ -135,6 +139,11 @@ def _view_request(parts: Parts, request: Request, now_ns: int) -> RequestView:
     )
 
 
+def _view_drain(parts: Parts, drain: Drain, now_ns: int) -> DrainView:
+    remaining_ms = None if drain.deadline_ns is None else max(0, drain.deadline_ns - now_ns) // NS_PER_MS
+    return DrainView(order=drain.order, life=drain.life, waits_for=waits_for(parts, drain), remaining_ms=remaining_ms)
+
+
 def _view_worker(parts: Parts, worker: Worker, now_ns: int) -> WorkerView:
     hello = worker.hello
     silent_ns = now_ns - worker.last_heard_ns
@@ -143,7 +152,7 @@ def _view_worker(parts: Parts, worker: Worker, now_ns: int) -> WorkerView:
         worker=worker.id,
         pool=hello.pool,
         role=hello.role,
-        state="silent" if is_silent else "ready",
+        state="silent" if is_silent else "draining" if worker.is_leaving else "ready",
         host=hello.host,
         pid=hello.pid,
         model=hello.model,

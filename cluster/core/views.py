@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cluster.core.drain_orders import DrainOrder
 from cluster.core.ids import AttemptId, FrontId, Role, Route, WorkerId
 from cluster.core.links import Link
 from cluster.core.messages import BlockCounts, WorkerLoad
@@ -13,8 +14,19 @@ from cluster.policy.decision import Cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrainView:
+    """A drain that is going on. `waits_for`: in words. `remaining_ms`: until its deadline, None if it has none."""
+
+    order: DrainOrder
+    life: WorkerId | None
+    waits_for: str
+    remaining_ms: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """A registered worker. `state` is `ready`, or `silent` where heartbeats are missing.
+    """A registered worker. `state` is `ready`, `silent` where heartbeats are missing, or `draining` where it is to get
+    no new work.
 
     `num_legs` counts what the coordinator has given it and not seen released; `load` is from its last heartbeat;
     `num_known_blocks` are those that prompts can hit there.
@@ -75,7 +87,8 @@ class RoutesView:
 class ClusterView:
     """`num_running` counts requests with a place; the rest of `num_requests` waits, for a place or for a front.
 
-    `links`: by writer and peer. `num_poison`: requests that were ended for what they did to workers.
+    `links`: by writer and peer. `num_poison`: requests that were ended for what they did to workers. `drains`: by name.
+    `drained`: names of workers that were drained and are gone.
     """
 
     name: str
@@ -89,6 +102,8 @@ class ClusterView:
     links: tuple[Link, ...]
     routes: RoutesView = field(default_factory=RoutesView)
     num_poison: int = 0
+    drains: tuple[DrainView, ...] = ()
+    drained: tuple[str, ...] = ()
 
     @property
     def is_ready(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 import grpc.aio
 
@@ -11,6 +12,8 @@ from cluster.wire.channels import make_channel
 
 SERVICE_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 TIMEOUT_S = 5.0
+Context = grpc.aio.ServicerContext[Any, Any]
+ResponseT = TypeVar("ResponseT")
 
 
 class AdminForwarder(admin_pb2_grpc.AdminServicer):
@@ -23,20 +26,22 @@ class AdminForwarder(admin_pb2_grpc.AdminServicer):
     async def close(self) -> None:
         await self._channel.close(None)
 
-    async def GetStatus(
-        self, request: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> admin_pb2.GetStatusResponse:
-        try:
-            return await self._coordinator.GetStatus(request, timeout=TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            await context.abort(error.code(), f"the coordinator: {error.details()}")
-        raise AssertionError("abort returned")
+    async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
+        return await _answer(self._coordinator.GetStatus(request, timeout=TIMEOUT_S), context)
 
-    async def GetLeases(
-        self, request: admin_pb2.GetLeasesRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> admin_pb2.GetLeasesResponse:
-        try:
-            return await self._coordinator.GetLeases(request, timeout=TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            await context.abort(error.code(), f"the coordinator: {error.details()}")
-        raise AssertionError("abort returned")
+    async def GetLeases(self, request: admin_pb2.GetLeasesRequest, context: Context) -> admin_pb2.GetLeasesResponse:
+        return await _answer(self._coordinator.GetLeases(request, timeout=TIMEOUT_S), context)
+
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
+        return await _answer(self._coordinator.Drain(request, timeout=TIMEOUT_S), context)
+
+    async def Flip(self, request: admin_pb2.FlipRequest, context: Context) -> admin_pb2.FlipResponse:
+        return await _answer(self._coordinator.Flip(request, timeout=TIMEOUT_S), context)
+
+
+async def _answer(call: Awaitable[ResponseT], context: Context) -> ResponseT:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        await context.abort(error.code(), f"the coordinator: {error.details()}")
+    raise AssertionError("abort returned")

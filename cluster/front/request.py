@@ -255,7 +255,7 @@ class FrontRequest:
             return
         self._drop_legs(out)
         self._attempt = failed.attempt.attempt
-        self._num_failures += 1
+        self._num_failures += not failed.is_planned
         self._resubmit(out)
 
     def _on_run(self, now_ns: int, event: RunReceived, out: list[Effect]) -> None:

@@ -16,6 +16,7 @@ import ray
 import ray.actor
 import ray.exceptions
 
+from cluster.core.drain_orders import DrainOrder
 from cluster.core.ids import WorkerId
 from cluster.live.hosted_loop import ProgramReport
 from cluster.live.plan import ClusterPlan, FrontPlan, WorkerPlan
@@ -42,9 +43,15 @@ class CoordinatorActor:
             # Asking takes time, and the caller must not wait.
             threading.Thread(target=_end_life, args=(worker, namespace, reason), daemon=True).start()
 
+        def retire(worker: WorkerId, order: DrainOrder) -> None:
+            from cluster.live.retiring import retire_actor  # which imports this module
+
+            arguments = (worker, order, plan, namespace)
+            threading.Thread(target=retire_actor, args=arguments, daemon=True).start()
+
         self._host = ProgramHost(
             "coordinator",
-            lambda: coordinator_program(plan, epoch=now_ms() // 1000, end_remote=end_remote),
+            lambda: coordinator_program(plan, epoch=now_ms() // 1000, end_remote=end_remote, retire=retire),
             restarted=_is_restarted(),
         )
 

@@ -6,14 +6,41 @@ from typing import Final
 
 from baton.v1 import admin_pb2
 from cluster.core.config import ClusterConfig, PoolConfig
+from cluster.core.drain_orders import AfterDrain, DrainOrder
 from cluster.core.ids import Role
 from cluster.core.limits import NS_PER_S
 from cluster.core.links import Link
 from cluster.core.messages import BlockCounts
-from cluster.core.views import ClusterView, LeaseView, PoolView, RoutesView, WorkerView
+from cluster.core.views import ClusterView, DrainView, LeaseView, PoolView, RoutesView, WorkerView
 
 STATE_DOWN: Final = "down"
 """A worker that should be there and is not: it has not registered yet, or its last life was given up."""
+STATE_DRAINED: Final = "drained"
+"""A worker that an operator has had drained, and that is gone."""
+
+
+def drain_order(request: admin_pb2.DrainRequest) -> DrainOrder:
+    return DrainOrder(
+        worker=request.worker,
+        then=AfterDrain.RESTART if request.restart else AfterDrain.STOP,
+        migrate=request.migrate,
+        deadline_ms=request.deadline_ms if request.HasField("deadline_ms") else None,
+    )
+
+
+def flip_order(request: admin_pb2.FlipRequest) -> DrainOrder:
+    return DrainOrder(
+        worker=request.worker,
+        then=AfterDrain.FLIP,
+        pool=request.pool,
+        migrate=request.migrate,
+        deadline_ms=request.deadline_ms if request.HasField("deadline_ms") else None,
+    )
+
+
+def incarnation_of(drain: DrainView) -> int:
+    """Of the life that is being drained, 0 while the next one is waited for."""
+    return 0 if drain.life is None else drain.life.incarnation
 
 
 def status_response(
@@ -23,7 +50,7 @@ def status_response(
         cluster=view.name,
         model=_model_name(config, view),
         epoch=view.epoch,
-        pools=[_pool_status(planned, pool) for planned, pool in zip(config.pools, view.pools, strict=True)],
+        pools=[_pool_status(planned, pool, view) for planned, pool in zip(config.pools, view.pools, strict=True)],
         num_queued=view.num_queued,
         num_running=view.num_running,
         num_fronts=len(view.fronts),
@@ -45,10 +72,15 @@ def _model_name(config: ClusterConfig, view: ClusterView) -> str:
     return names[0] if names else config.model.preset or config.model.path or ""
 
 
-def _pool_status(planned: PoolConfig, pool: PoolView) -> admin_pb2.PoolStatus:
-    """The workers that should be, in order, then those that registered under a name of their own."""
-    workers = {name: _missing_worker(name, pool) for name in planned.worker_names}
+def _pool_status(planned: PoolConfig, pool: PoolView, view: ClusterView) -> admin_pb2.PoolStatus:
+    """The workers that should be, in order, then those that registered under a name of their own, or were flipped."""
+    elsewhere = {worker.worker.name for other in view.pools if other.name != pool.name for worker in other.workers}
+    names = [name for name in planned.worker_names if name not in elsewhere]
+    workers = {name: _missing_worker(name, pool, view) for name in names}
     workers |= {worker.worker.name: _worker_status(worker) for worker in pool.workers}
+    for drain in view.drains:
+        if drain.order.worker in workers:
+            workers[drain.order.worker].drain.CopyFrom(_drain_status(drain))
     return admin_pb2.PoolStatus(
         name=pool.name,
         role=pool.role.value,
@@ -57,8 +89,20 @@ def _pool_status(planned: PoolConfig, pool: PoolView) -> admin_pb2.PoolStatus:
     )
 
 
-def _missing_worker(name: str, pool: PoolView) -> admin_pb2.WorkerStatus:
-    return admin_pb2.WorkerStatus(name=name, role=pool.role.value, state=STATE_DOWN)
+def _missing_worker(name: str, pool: PoolView, view: ClusterView) -> admin_pb2.WorkerStatus:
+    state = STATE_DRAINED if name in view.drained else STATE_DOWN
+    return admin_pb2.WorkerStatus(name=name, role=pool.role.value, state=state)
+
+
+def _drain_status(drain: DrainView) -> admin_pb2.DrainStatus:
+    order = drain.order
+    return admin_pb2.DrainStatus(
+        then=order.then.value,
+        pool=order.pool,
+        migrate=order.migrate,
+        remaining_ms=drain.remaining_ms,
+        waits_for=drain.waits_for,
+    )
 
 
 def _worker_status(worker: WorkerView) -> admin_pb2.WorkerStatus:

@@ -33,7 +33,7 @@ from cluster.live.journal import Journal, JournalSettings
 from cluster.live.metrics import CoordinatorMetrics
 from cluster.live.program_host import log_to_stderr
 from cluster.live.services import AdminService, ControlService
-from cluster.live.worker_reaper import EndRemote, WorkerReaper
+from cluster.live.worker_reaper import EndRemote, RetireWorker, WorkerReaper
 from cluster.wire.channels import LOOPBACK, PortInUseError, bind, make_server
 from cluster.wire.metrics_server import MetricsServer
 
@@ -61,13 +61,18 @@ class CoordinatorSettings:
 
 
 async def run_coordinator(
-    settings: CoordinatorSettings, on_ready: OnReady, stop: asyncio.Event, end_remote: EndRemote | None = None
+    settings: CoordinatorSettings,
+    on_ready: OnReady,
+    stop: asyncio.Event,
+    end_remote: EndRemote | None = None,
+    retire: RetireWorker | None = None,
 ) -> None:
     """Serves until `stop` is set.
 
     Args:
         on_ready: called once with the address (host:port) on which it serves.
         end_remote: ends workers of other hosts that were given up; None: nobody does.
+        retire: sees to what follows a worker that was drained; None: whoever runs it does, by its exit status.
 
     Raises:
         PortInUseError: host:port, or that of the metrics page, cannot be listened on.
@@ -75,7 +80,12 @@ async def run_coordinator(
     """
     reaper = WorkerReaper() if end_remote is None else WorkerReaper(end_remote)
     state = ClusterState(settings.config, epoch=settings.epoch)
-    driver = Driver(state, reaper.end, journal=_open_journal(settings, state))
+    driver = Driver(
+        state,
+        reaper.end,
+        journal=_open_journal(settings, state),
+        retire_worker=retire or (lambda worker, order: reaper.end_here(worker)),
+    )
     metrics = MetricsServer(settings.config.metrics.host, settings.config.metrics.coordinator_port)
     server = make_server()
     control_pb2_grpc.add_CoordinatorServicer_to_server(ControlService(driver, reaper, settings.epoch), server)

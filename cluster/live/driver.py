@@ -15,11 +15,13 @@ from typing import Final
 
 from baton.v1 import control_pb2
 from cluster.core import effects, events
+from cluster.core.drain_orders import DrainOrder, DrainRefusal
 from cluster.core.ids import FrontId, WorkerId
 from cluster.core.limits import NS_PER_S
 from cluster.core.messages import FrontMessage, Resubmit, Submit, WorkerMessage, WorkerRefused
 from cluster.core.state import ClusterState
 from cluster.live.journal import Journal
+from cluster.live.worker_reaper import RetireWorker
 from cluster.wire.codec import encode_command, encode_to_front
 from cluster.wire.stream_outbox import StreamOutbox
 
@@ -41,6 +43,7 @@ class Driver:
         end_worker: called for each life that is given up.
         clock_ns: monotonic time.
         journal: takes down every event and its effects; None: nobody does.
+        retire_worker: called for each life that ends because it was drained.
     """
 
     def __init__(
@@ -49,9 +52,11 @@ class Driver:
         end_worker: EndWorker,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         journal: Journal | None = None,
+        retire_worker: RetireWorker = lambda worker, order: None,
     ) -> None:
         self.state = state
         self._end_worker = end_worker
+        self._retire_worker = retire_worker
         self._clock_ns = clock_ns
         self._fronts: dict[FrontId, FrontStream] = {}
         self._workers: dict[WorkerId, WorkerStream] = {}
@@ -108,6 +113,15 @@ class Driver:
         if self._workers.get(worker) is stream:
             del self._workers[worker]
             self._handle(events.WorkerGone(worker=worker, reason=reason))
+
+    # ---- operators ----
+
+    def drain(self, order: DrainOrder, *, force: bool) -> DrainRefusal | None:
+        """Begins to drain a worker. Returns why not, if it does not."""
+        refusal = self.state.why_refused(order, force=force)
+        if refusal is None:
+            self._handle(events.DrainAsked(order=order, force=force))
+        return refusal
 
     # ---- the state machine ----
 
@@ -169,6 +183,10 @@ class Driver:
                 self._bodies.pop(effect.request_id, None)
             case effects.GiveUpWorker():
                 self._give_up(effect)
+            case effects.RetireWorker(worker=worker, order=order, reason=reason):
+                logger.info("worker %s, which was to be drained, is over: %s", worker, reason)
+                self._close_stream(worker)
+                self._retire_worker(worker, order)
             case effects.WarnOfLink(link=link):
                 logger.warning("slow link: %s", link)
             case effects.WarnOfFewPushes(few=few):
@@ -187,10 +205,13 @@ class Driver:
 
     def _give_up(self, effect: effects.GiveUpWorker) -> None:
         logger.warning("worker %s is given up: %s", effect.worker, effect.reason)
-        stream = self._workers.pop(effect.worker, None)
+        self._close_stream(effect.worker)
+        self._end_worker(effect.worker, effect.reason)
+
+    def _close_stream(self, worker: WorkerId) -> None:
+        stream = self._workers.pop(worker, None)
         if stream is not None:
             stream.close()
-        self._end_worker(effect.worker, effect.reason)
 
     def _set_timer(self) -> None:
         if self._timer is not None:

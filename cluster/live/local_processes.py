@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from cluster.agent.exit_status import AGAIN, EXIT_AGAIN
 from cluster.core.config import ClusterConfig
 from cluster.core.errors import StartupError
 from cluster.live.config_file import parse_cluster_text, render_cluster_config
@@ -36,6 +38,7 @@ from cluster.live.run_processes import RUN_ID_VARIABLE, end_run_processes
 START_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 5.0
 POLL_S: Final = 0.02
+KEEP_POLL_S: Final = 0.1
 READY: Final = "ready "
 LOG_LINES: Final = 15
 
@@ -81,6 +84,12 @@ class LocalProcess:
     def log(self) -> str:
         """What it has written to stderr."""
         return self.stderr_path.read_text(encoding="utf-8", errors="replace")
+
+    def next_pool(self) -> str:
+        """That its next life joins, of a worker that ended to be started again."""
+        last = self.stdout_path.read_text(encoding="utf-8").splitlines()[-1]
+        assert last.startswith(AGAIN), f"{self.name} said {last!r}"
+        return last.removeprefix(AGAIN)
 
     def poll_ready(self) -> bool:
         """Whether it serves. Raises StartupError if it has ended instead."""
@@ -137,10 +146,20 @@ class ClusterHandle:
         self.fronts[name] = self._spawn(name, _front_arguments(self.plan, front))
         return self.fronts[name]
 
-    def start_worker(self, name: str) -> LocalProcess:
+    def start_worker(self, name: str, pool_name: str | None = None) -> LocalProcess:
+        """`pool_name`: where it is not the one that the cluster file has it in."""
         worker = next(worker for worker in self.plan.workers if worker.name == name)
+        if pool_name is not None:
+            worker = self.plan.worker_in_pool(name, pool_name)
         self.workers[name] = self._spawn(name, _worker_arguments(self.plan, worker))
         return self.workers[name]
+
+    def keep_drained(self, stopped: threading.Event) -> None:
+        """Until `stopped`: starts workers again that were drained to be. (Nobody starts one that has crashed.)"""
+        while not stopped.wait(KEEP_POLL_S):
+            for name, process in tuple(self.workers.items()):
+                if process.popen.poll() == EXIT_AGAIN:
+                    self.start_worker(name, process.next_pool())
 
     def wait_until_ready(self) -> None:
         """Until all processes serve and all workers are registered. Raises StartupError."""
@@ -184,6 +203,8 @@ def local_cluster(config: ClusterConfig, environment: Environment) -> Iterator[C
     run_id = uuid.uuid4().hex
     variables = {**environment.variables, RUN_ID_VARIABLE: run_id, "PYTHONPATH": python_path()}
     handle = ClusterHandle(plan, folder, variables)
+    stopped = threading.Event()
+    keeper = threading.Thread(target=handle.keep_drained, args=(stopped,), name="keeper", daemon=True)
     try:
         (folder / "cluster.yaml").write_text(text, encoding="utf-8")
         handle.start_coordinator()
@@ -192,8 +213,12 @@ def local_cluster(config: ClusterConfig, environment: Environment) -> Iterator[C
         for front in plan.fronts:
             handle.start_front(front.name)
         handle.wait_until_ready()
+        keeper.start()
         yield handle
     finally:
+        stopped.set()
+        if keeper.is_alive():
+            keeper.join()
         end_run_processes(run_id)
         for process in handle.processes():
             process.popen.wait()

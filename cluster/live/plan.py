@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,14 @@ class ClusterPlan:
     @property
     def coordinator_address(self) -> str:
         return f"{self.host}:{self.coordinator_port}"
+
+    def worker_in_pool(self, name: str, pool_name: str) -> WorkerPlan:
+        """A worker as one of that pool, where it may have been flipped to, with the cores and the memory it has."""
+        worker = next(worker for worker in self.workers if worker.name == name)
+        pool = self.config.pool(pool_name)
+        assert pool is not None, f"no pool {pool_name}"
+        own = worker.pool
+        return dataclasses.replace(worker, pool=dataclasses.replace(pool, threads=own.threads, device=own.device))
 
     @property
     def num_cpus(self) -> int:

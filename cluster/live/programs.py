@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
+from cluster.core.drain_orders import AfterDrain
 from cluster.core.ids import Role, WorkerId
 from cluster.live.hosted_loop import OnReady, Program
 from cluster.live.plan import ClusterPlan, FrontPlan, WorkerPlan
-from cluster.live.worker_reaper import EndRemote
+from cluster.live.worker_reaper import EndRemote, RetireWorker
+
+RETIRED_GRACE_S: Final = 60.0
+"""A drained worker's actor is ended within, unless the coordinator dies just then: after that the worker comes back."""
 
 
-def coordinator_program(plan: ClusterPlan, *, epoch: int, end_remote: EndRemote | None = None) -> Program:
+def coordinator_program(
+    plan: ClusterPlan, *, epoch: int, end_remote: EndRemote | None = None, retire: RetireWorker | None = None
+) -> Program:
     """`epoch`: higher than that of any earlier life."""
     from cluster.live.coordinator import CoordinatorSettings, run_coordinator
 
@@ -23,7 +30,7 @@ def coordinator_program(plan: ClusterPlan, *, epoch: int, end_remote: EndRemote 
     )
 
     async def program(on_ready: OnReady, stop: asyncio.Event) -> None:
-        await run_coordinator(settings, on_ready, stop, end_remote)
+        await run_coordinator(settings, on_ready, stop, end_remote, retire)
 
     return program
 
@@ -62,7 +69,10 @@ def worker_program(plan: ClusterPlan, worker: WorkerPlan, *, incarnation: int, h
     run = run_prefill if pool.role is Role.PREFILL else run_decode
 
     async def program(on_ready: OnReady, stop: asyncio.Event) -> None:
-        await run(settings, on_ready=on_ready, stop=stop)
+        leave = await run(settings, on_ready=on_ready, stop=stop)
+        if leave is not None and leave.then is not AfterDrain.RESTART:
+            # The end of this process would have Ray start the next one: the coordinator ends the actor itself.
+            await asyncio.sleep(RETIRED_GRACE_S)
 
     return program
 

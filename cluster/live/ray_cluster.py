@@ -96,14 +96,14 @@ def start_actors(plan: ClusterPlan, namespace: str) -> Actors:
     bundles = [_bundle(worker) for worker in plan.workers]
     group = placement_group(bundles, strategy="PACK", name=namespace, lifetime="detached")
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    coordinator = _options(COORDINATOR_NAME, num_cpus=0, strategy=here)
+    coordinator = actor_options(COORDINATOR_NAME, num_cpus=0, strategy=here)
     actors[COORDINATOR_NAME] = ray.remote(CoordinatorActor).options(**coordinator).remote(plan, namespace)
     for front in plan.fronts:
-        options = _options(front.name, num_cpus=0, strategy=here)
+        options = actor_options(front.name, num_cpus=0, strategy=here)
         actors[front.name] = ray.remote(FrontActor).options(**options).remote(plan, front)
     for i, worker in enumerate(plan.workers):
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
-        options = _options(worker.name, num_cpus=worker.pool.threads, num_gpus=worker.num_gpus, strategy=strategy)
+        options = actor_options(worker.name, num_cpus=worker.pool.threads, num_gpus=worker.num_gpus, strategy=strategy)
         actors[worker.name] = ray.remote(WorkerActor).options(**options).remote(plan, worker)
     if not group.wait(PLACEMENT_TIMEOUT_S):
         total = ray.cluster_resources()  # type: ignore[no-untyped-call]
@@ -162,7 +162,8 @@ def _bundle(worker: WorkerPlan) -> dict[str, float]:
     return {**cpus, "GPU": float(worker.num_gpus)} if worker.num_gpus else cpus
 
 
-def _options(name: str, *, num_cpus: float, num_gpus: int = 0, strategy: object) -> dict[str, Any]:
+def actor_options(name: str, *, num_cpus: float, num_gpus: int = 0, strategy: object) -> dict[str, Any]:
+    """Of an actor that outlives whoever creates it, and is started again for as long as nobody kills it for good."""
     return {
         "name": name,
         "lifetime": "detached",

@@ -12,9 +12,11 @@ import grpc.aio
 
 from baton.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc
 from cluster.core.config import ClusterConfig
+from cluster.core.drain_orders import DrainOrder
 from cluster.core.ids import FrontId, WorkerId
 from cluster.core.messages import Command, FrontHello, FrontMessage, Resubmit, Submit, WorkerHello, WorkerRefused
-from cluster.live.admin import leases_response, status_response
+from cluster.core.views import DrainView
+from cluster.live.admin import drain_order, flip_order, incarnation_of, leases_response, status_response
 from cluster.live.driver import Driver, FrontStream, WorkerStream
 from cluster.live.reachability import why_unreachable
 from cluster.live.worker_reaper import WorkerReaper
@@ -138,6 +140,23 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def GetLeases(self, request: admin_pb2.GetLeasesRequest, context: Context) -> admin_pb2.GetLeasesResponse:
         return leases_response(self._driver.state.leases(self._driver.now_ns()))
+
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
+        view = await self._begin(drain_order(request), request.force, context)
+        return admin_pb2.DrainResponse(incarnation=incarnation_of(view))
+
+    async def Flip(self, request: admin_pb2.FlipRequest, context: Context) -> admin_pb2.FlipResponse:
+        view = await self._begin(flip_order(request), request.force, context)
+        return admin_pb2.FlipResponse(incarnation=incarnation_of(view), pool=view.order.pool)
+
+    async def _begin(self, order: DrainOrder, force: bool, context: Context) -> DrainView:
+        """Aborts the call where the order is refused."""
+        refusal = self._driver.drain(order, force=force)
+        if refusal is not None:
+            unknown, refused = grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION
+            await context.abort(unknown if refusal.is_unknown else refused, refusal.reason)
+        drains = self._driver.state.status(self._driver.now_ns()).drains
+        return next(view for view in drains if view.order.worker == order.worker)
 
 
 async def _first(requests: AsyncIterator[EnvelopeT], context: Context) -> EnvelopeT:

@@ -14,12 +14,16 @@ import signal
 import socket
 from collections.abc import Callable
 
+from cluster.core.drain_orders import DrainOrder
 from cluster.core.ids import WorkerId
 
 logger = logging.getLogger(__name__)
 
 EndRemote = Callable[[WorkerId, str], None]
 """Ends the process of that life of a worker on another host; must not wait."""
+
+RetireWorker = Callable[[WorkerId, DrainOrder], object]
+"""Sees to it that what follows a life that has been drained is what the order says; must not wait."""
 
 
 def _end_nothing(worker: WorkerId, reason: str) -> None:
@@ -52,13 +56,18 @@ class WorkerReaper:
 
     def end(self, worker: WorkerId, reason: str) -> None:
         """Ends the process if it still runs; SIGKILL also reaches a stopped one."""
+        if not self.end_here(worker):
+            self._end_remote(worker, reason)
+
+    def end_here(self, worker: WorkerId) -> bool:
+        """Likewise, on this host only. False if the process is not known here."""
         pidfd = self._pidfds.get(worker)
         if pidfd is None:
-            self._end_remote(worker, reason)
-            return
+            return False
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         self.release(worker)
+        return True
 
     def release(self, worker: WorkerId) -> None:
         """Forgets the process without touching it."""

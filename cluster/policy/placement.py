@@ -144,6 +144,11 @@ def break_even_tokens(candidates: Candidates, block_size: int, most: int) -> int
     return bisect_left(range(1, most + 1), True, key=is_pushed)
 
 
+def takes(worker: WorkerLike, demand: Demand) -> bool:
+    """Whether a decode worker has room for it."""
+    return has_room(worker, demand.num_expected_blocks, demand.num_sequences)
+
+
 def _decode_options(
     demand: Demand, candidates: Candidates, prefill: tuple[WorkerLike, ...], excluded: Mapping[WorkerId, int]
 ) -> list[Option]:

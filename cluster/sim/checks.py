@@ -62,7 +62,7 @@ def check_outcomes(world: World) -> None:
 def leftovers(world: World) -> list[str]:
     """What is still kept anywhere, in words; empty once everything is over."""
     found = [f"{node.front} still has {node.num_live} requests" for node in world.fronts if node.num_live]
-    found += _registry_leftovers(world) + _untold_blocks(world)
+    found += _registry_leftovers(world) + _untold_blocks(world) + _drain_leftovers(world)
     for node in world.all_workers:
         if not node.process.alive:
             continue
@@ -70,7 +70,8 @@ def leftovers(world: World) -> list[str]:
             found.append(f"{node.worker} has {node.state.num_token_records()} token records")
         if node.state.num_early_watches():
             found.append(f"{node.worker} has {node.state.num_early_watches()} watches of attempts that never came")
-        if node is not world.worker(node.worker.name):
+        # A supervisor that was told to start none any more does not look for a twin either.
+        if node is not world.worker(node.worker.name) and node.worker.name not in world.retired:
             found.append(f"{node.worker} runs beside its successor")
     return found + held(world)
 
@@ -103,7 +104,18 @@ def _registry_leftovers(world: World) -> list[str]:
     return [
         f"no life of {name} that runs is registered"
         for name, life in running
-        if life is None or life.worker not in lives
+        if (name not in world.retired or life is not None) and (life is None or life.worker not in lives)
+    ]
+
+
+def _drain_leftovers(world: World) -> list[str]:
+    """Orders that have not been carried out. Of a worker that is not started again the coordinator may have missed the
+    last word; then it waits for a next life that does not come."""
+    drains = world.coordinator.state.status(world.coordinator.process.now_ns()).drains
+    return [
+        f"{view.order.worker} is still being drained, waiting for {view.waits_for}"
+        for view in drains
+        if view.life is not None or view.order.worker not in world.retired
     ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.core import effects, events
+from cluster.core.drain_orders import DrainOrder
 from cluster.core.ids import FrontId, WorkerId
 from cluster.core.messages import FrontHello, FrontMessage, Resubmit, Submit, WorkerHello, WorkerMessage, WorkerRefused
 from cluster.core.routes import FewPushes
@@ -52,6 +53,13 @@ class CoordinatorNode:
         self._after_event = after_event
         self._alarm = Alarm(process, lambda: self._handle(events.Tick()))
         network.listen(ADDRESS, process, self._accept)
+
+    def drain(self, order: DrainOrder, *, force: bool) -> bool:
+        """An operator's call of Drain or Flip. Whether the order is taken."""
+        is_taken = self.state.why_refused(order, force=force) is None
+        if is_taken:
+            self._handle(events.DrainAsked(order=order, force=force))
+        return is_taken
 
     def _accept(self, stream: StreamEnd) -> None:
         def on_first(envelope: Envelope) -> None:
@@ -129,7 +137,7 @@ class CoordinatorNode:
                     stream.send(effect.message)
             case effects.DropBody():
                 self.bodies.pop(effect.request_id, None)
-            case effects.GiveUpWorker():
+            case effects.GiveUpWorker() | effects.RetireWorker():
                 given_up = self._workers.pop(effect.worker, None)
                 if given_up is not None:
                     given_up.close()

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from cluster.core.brief import brief
+from cluster.core.drain_orders import AfterDrain, DrainOrder
+from cluster.core.limits import MS_PER_S
 from cluster.sim.fabric import Fabric, Family
 from cluster.sim.kernel import Kernel
 from cluster.sim.network import Network
@@ -30,6 +32,9 @@ class Cluster(Protocol):
     def hold_down(self, name: str, until_ns: int) -> None:
         """The process is not started again before then."""
 
+    def drain(self, order: DrainOrder, *, force: bool) -> None:
+        """An operator asks the coordinator, if it lives."""
+
     def start_twin(self, name: str) -> None:
         """Starts another life of the worker beside the one that runs."""
 
@@ -42,6 +47,7 @@ class FaultInjector:
         self._begin: dict[FaultKind, Callable[[Fault], Callable[[], None] | None]] = {
             FaultKind.CRASH: self._crash,
             FaultKind.LEAVE: self._leave,
+            FaultKind.DRAIN: self._drain,
             FaultKind.PAUSE: self._pause,
             FaultKind.TWIN: self._twin,
             FaultKind.CUT: self._cut,
@@ -80,6 +86,13 @@ class FaultInjector:
         self._cluster.hold_down(fault.target, fault.at_ns + fault.duration_ns)
         if node is not None:
             node.leave()
+
+    def _drain(self, fault: Fault) -> None:
+        """`baton drain` or `baton flip`."""
+        deadline_ms = int(fault.amount * MS_PER_S) or None
+        then = AfterDrain(fault.detail)
+        order = DrainOrder(worker=fault.target, then=then, migrate=fault.migrate, deadline_ms=deadline_ms)
+        self._cluster.drain(order, force=fault.force)
 
     def _pause(self, fault: Fault) -> Callable[[], None] | None:
         """SIGSTOP, and SIGCONT when the duration is over, unless it has been killed meanwhile."""

@@ -179,6 +179,8 @@ def _fault(draw: random.Random, shape: Scenario, at_ns: int) -> Fault:
     elif kind is FaultKind.DATA:
         details = [name for name in DATA_FAULTS if shape.checksums is not Checksums.OFF or name not in NEEDS_CHECKSUMS]
         detail, amount = draw.choice(details), draw.choice((0.1, 0.3, 1.0))
+    elif kind is FaultKind.DRAIN:
+        detail, amount = draw.choice(("stop", "restart", "flip")), draw.choice((0.0, 0.0, 0.05, 1.0))
     elif kind is FaultKind.SLOW_ENGINE:
         amount = draw.choice((3.0, 20.0))
     elif kind is FaultKind.FAIL_STEPS:
@@ -191,6 +193,8 @@ def _fault(draw: random.Random, shape: Scenario, at_ns: int) -> Fault:
         other=other,
         amount=amount,
         detail=detail,
+        migrate=kind is FaultKind.DRAIN and draw.random() < 0.6,
+        force=kind is FaultKind.DRAIN and draw.random() < 0.3,
     )
 
 

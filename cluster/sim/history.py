@@ -44,7 +44,8 @@ class HistoryError(Exception):
 class Report:
     """What happened in a history (or, added up, in many).
 
-    `num_interrupted` requests ran as the coordinator died; `num_continued` of them were answered by that very attempt.
+    By `num_drains` orders `num_left` lives ended. `num_interrupted` requests ran as the coordinator died;
+    `num_continued` of them were answered by that very attempt.
     """
 
     num_histories: int = 1
@@ -55,6 +56,8 @@ class Report:
     num_late_copies: int = 0
     num_partial_copies: int = 0
     num_fences: int = 0
+    num_drains: int = 0
+    num_left: int = 0
     num_coordinator_deaths: int = 0
     num_interrupted: int = 0
     num_continued: int = 0
@@ -70,6 +73,8 @@ class Report:
         self.num_late_copies += other.num_late_copies
         self.num_partial_copies += other.num_partial_copies
         self.num_fences += other.num_fences
+        self.num_drains += other.num_drains
+        self.num_left += other.num_left
         self.num_coordinator_deaths += other.num_coordinator_deaths
         self.num_interrupted += other.num_interrupted
         self.num_continued += other.num_continued
@@ -82,7 +87,8 @@ class Report:
             f"{self.num_histories} histories, {self.num_events} events, {self.virtual_ns / SECOND_NS:.0f} simulated s, "
             f"{self.num_lives} worker lives, {self.num_given_up} given up, {self.num_fences} fences, "
             f"{self.num_copies} copies landed, {self.num_partial_copies} of them of some layers and "
-            f"{self.num_late_copies} late; {self.num_coordinator_deaths} deaths of the coordinator while "
+            f"{self.num_late_copies} late; {self.num_drains} drains, by which {self.num_left} lives ended; "
+            f"{self.num_coordinator_deaths} deaths of the coordinator while "
             f"{self.num_interrupted} answers ran, {self.num_continued} went on; requests: {outcomes}"
         )
 
@@ -137,6 +143,8 @@ def report(world: World) -> Report:
         num_late_copies=world.num_late_copies,
         num_partial_copies=world.num_partial_copies,
         num_fences=world.fabric.num_fences,
+        num_drains=world.num_drains,
+        num_left=world.num_left,
         num_coordinator_deaths=world.num_coordinator_deaths,
         num_interrupted=len(world.interrupted),
         num_continued=sum(_has_gone_on(world, request, attempt) for request, attempt in world.interrupted),

@@ -71,6 +71,7 @@ class FaultKind(Enum):
 
     CRASH = "crash"
     LEAVE = "leave"
+    DRAIN = "drain"
     PAUSE = "pause"
     TWIN = "twin"
     CUT = "cut"
@@ -86,7 +87,10 @@ class FaultKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """`detail` names the field of DataFaults for DATA."""
+    """`detail` names the field of DataFaults for DATA, and what follows a DRAIN.
+
+    Of a DRAIN `amount` is the deadline in seconds, 0 for none; `migrate` and `force` are the order's.
+    """
 
     kind: FaultKind
     at_ns: int
@@ -95,6 +99,8 @@ class Fault:
     other: str = ""
     amount: float = 0.0
     detail: str = ""
+    migrate: bool = False
+    force: bool = False
 
 
 SIM_COST = StepCost()

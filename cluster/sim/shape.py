@@ -50,9 +50,13 @@ def _pool(scenario: Scenario, role: Role, replicas: int) -> PoolConfig:
     )
 
 
-def worker_config(scenario: Scenario, worker: WorkerId, *, token_address: str) -> WorkerStateConfig:
-    """What one life of a worker is given. Names of prefill workers begin with `p`."""
-    role = Role.PREFILL if worker.name in scenario.prefill_names else Role.DECODE
+def role_of(scenario: Scenario, name: str) -> Role:
+    """That a worker has until it is flipped. Names of prefill workers begin with `p`."""
+    return Role.PREFILL if name in scenario.prefill_names else Role.DECODE
+
+
+def worker_config(scenario: Scenario, worker: WorkerId, *, role: Role, token_address: str) -> WorkerStateConfig:
+    """What one life of a worker is given."""
     endpoint = RankEndpoint(rank=0, transport="sim", endpoint=str(worker).encode())
     hello = WorkerHello(
         ref=WorkerRef(worker=worker, token_address=token_address, endpoints=(endpoint,)),

@@ -10,9 +10,12 @@ from random import Random
 from cluster.agent import effects, events
 from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.state import WorkerState
-from cluster.core.ids import FrontId, WorkerId
-from cluster.core.messages import Command
+from cluster.core.brief import brief
+from cluster.core.drain_orders import Leave
+from cluster.core.ids import FrontId, Role, WorkerId
+from cluster.core.messages import Command, CommandBody, Prefill, Reserve, RunLocal
 from cluster.core.token_messages import StreamHello, TokenBatch, TokenRequest
+from cluster.sim.client import Violation
 from cluster.sim.coordinator_node import ADDRESS, Envelope
 from cluster.sim.engine_model import StepCost, StepRun
 from cluster.sim.fabric import Fabric
@@ -53,6 +56,7 @@ class WorkerNode:
         poisons: Mapping[str, Poison],
         random: Random,
         after_event: Callable[[WorkerState], None],
+        on_leave: Callable[[Leave], None],
     ) -> None:
         self.process = process
         self.worker: WorkerId = config.hello.ref.worker
@@ -70,6 +74,8 @@ class WorkerNode:
         self._poisons = poisons
         self._random = random
         self._after_event = after_event
+        self._on_leave = on_leave
+        self._role = config.hello.role
         self.bridge = PushBridge(fabric, process, self.worker, self.memory, handle=self.handle)
         self._coordinator: StreamEnd | None = None
         self._fronts: dict[FrontId, StreamEnd] = {}
@@ -90,7 +96,14 @@ class WorkerNode:
 
     def _commanded(self, envelope: Envelope) -> None:
         assert isinstance(envelope.message, Command)
+        self._judge(envelope.message.body)
         self.handle(events.CommandReceived(command=envelope.message, body=envelope.body))
+
+    def _judge(self, command: CommandBody) -> None:
+        """Nothing new comes to a worker that is being drained; decode may have to push what it had to its successor."""
+        new = Reserve | RunLocal | Prefill if self._role is Role.PREFILL else Reserve | RunLocal
+        if self.state.is_draining and isinstance(command, new):
+            raise Violation(f"{self.worker} is being drained and was told {brief(command)}")
 
     def _coordinator_failed(self, _reason: str) -> None:
         self._coordinator = None
@@ -222,6 +235,8 @@ class WorkerNode:
                 self._verify(effect)
             case effects.Shutdown():
                 self.bridge.close()
+                if effect.leave is not None:
+                    self._on_leave(effect.leave)
                 self.process.exit(f"shut down: {effect.reason}")
             case _:
                 self.bridge.carry_out(effect)

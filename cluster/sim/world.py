@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.state import WorkerState
-from cluster.core.ids import WorkerId
+from cluster.core.drain_orders import AfterDrain, DrainOrder, Leave
+from cluster.core.ids import Role, WorkerId
 from cluster.core.state import ClusterState
 from cluster.front.request import FrontRequest, Phase
 from cluster.front.request_spec import RequestSpec
@@ -17,7 +18,7 @@ from cluster.sim.kernel import MILLISECOND_NS, Kernel
 from cluster.sim.network import Network
 from cluster.sim.process import Process
 from cluster.sim.scenario import Request, Scenario
-from cluster.sim.shape import MODEL_FINGERPRINT, cluster_config, worker_config
+from cluster.sim.shape import MODEL_FINGERPRINT, cluster_config, role_of, worker_config
 from cluster.sim.trace import Trace
 from cluster.sim.worker_node import WorkerNode
 from engine.core.block_hash import extra_key, hash_blocks
@@ -54,6 +55,13 @@ class World:
         self._random = self.kernel.stream("world")
         self._check_every = check_every
         self._num_handled = 0
+        self.retired: dict[str, None] = {}
+        """Workers that were drained and are not started again."""
+        self.num_drains = 0
+        """Orders that a coordinator has taken."""
+        self.num_left = 0
+        """Lives that ended because they had been drained."""
+        self._roles = {name: role_of(scenario, name) for name in scenario.worker_names}
         self._incarnations: dict[str, int] = {}
         self._held_down_until_ns: dict[str, int] = {}
         self._workers: dict[str, WorkerNode] = {}
@@ -91,7 +99,15 @@ class World:
         self._held_down_until_ns[name] = max(until_ns, self._held_down_until_ns.get(name, 0))
 
     def start_twin(self, name: str) -> None:
-        self._start_worker(name)
+        if name not in self.retired:
+            self._start_worker(name)
+
+    def drain(self, order: DrainOrder, *, force: bool) -> None:
+        def call() -> None:
+            self.num_drains += node.drain(order, force=force)
+
+        node = self.coordinator
+        node.process.deliver(call)
 
     def stop_faults(self) -> None:
         """What has no end of its own ends now."""
@@ -133,7 +149,7 @@ class World:
         worker = WorkerId(name, process.incarnation)
         is_twin = name in self._workers and self._workers[name].process.alive
         address = f"{name}:tokens" if self.scenario.same_address and not is_twin else f"{worker}:tokens"
-        config = worker_config(self.scenario, worker, token_address=address)
+        config = worker_config(self.scenario, worker, role=self._roles[name], token_address=address)
         self._workers[name] = self._make_worker(process, config)
 
     def add_stranger(self, config: WorkerStateConfig) -> WorkerNode:
@@ -152,15 +168,26 @@ class World:
             poisons={each.request_id: each.poison for each in self.scenario.requests if each.poison is not None},
             random=self.kernel.stream(str(process)),
             after_event=self._after_event,
+            on_leave=lambda leave: self._left(process, leave),
         )
         self.all_workers.append(node)
         return node
+
+    def _left(self, process: Process, leave: Leave) -> None:
+        """A drained worker ends, and tells its supervisor what is to follow."""
+        self.num_left += 1
+        if self._incarnations[process.name] != process.incarnation:
+            return
+        if leave.then is AfterDrain.STOP:
+            self.retired[process.name] = None
+        else:
+            self._roles[process.name] = Role(leave.pool)  # pools are named after their roles
 
     def _restart_later(self, name: str, process: Process) -> None:
         """A supervisor starts the next life, unless there is a newer one already."""
 
         def restart() -> None:
-            if self._incarnations[name] != process.incarnation:
+            if self._incarnations[name] != process.incarnation or name in self.retired:
                 return
             if name == COORDINATOR:
                 self.coordinator = self._start_coordinator()

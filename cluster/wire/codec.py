@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from baton.v1 import control_pb2, inference_pb2, tokens_pb2
-from cluster.core import messages, token_messages
+from cluster.core import drain_orders, messages, token_messages
 from cluster.core.ids import AttemptId, Outcome, WorkerId
 from cluster.wire.mirror import WireError, from_message, to_message
 from engine.core.request import RequestBody, Sibling
@@ -45,6 +45,7 @@ _WORKER: dict[str, type] = {
     "peer_fenced": messages.PeerFenced,
     "block_events": messages.BlockEvents,
     "leg_survived": messages.LegSurvived,
+    "worker_left": drain_orders.WorkerLeft,
 }
 _COMMAND: dict[str, type] = {
     "worker_welcome": messages.WorkerWelcome,
@@ -56,6 +57,8 @@ _COMMAND: dict[str, type] = {
     "sender_stopped": messages.SenderStopped,
     "peer_lost": messages.PeerLost,
     "send_block_snapshot": messages.SendBlockSnapshot,
+    "start_drain": drain_orders.StartDrain,
+    "leave": drain_orders.Leave,
 }
 _TOKEN_REQUEST: dict[str, type] = {
     "stream_hello": token_messages.StreamHello,

@@ -131,6 +131,8 @@ def _decode_event(kind: str, message_kind: str, fields: msgspec.Raw) -> Event:
             return msgspec.json.decode(fields, type=events.FrontGone)
         case "WorkerGone":
             return msgspec.json.decode(fields, type=events.WorkerGone)
+        case "DrainAsked":
+            return msgspec.json.decode(fields, type=events.DrainAsked)
         case "Tick":
             return msgspec.json.decode(fields, type=events.Tick)
     raise JournalError(f"not an event: {kind!r}")

@@ -26,6 +26,8 @@ from tests.e2e.conftest import wait_until
 COMMAND_TIMEOUT_S = 180.0
 RESTART_TIMEOUT_S = 90.0
 STRANGER_TIMEOUT_S = 8.0
+RESTARTED_BY_THEN_S = 5.0
+"""A worker that Ray starts again after all says so within."""
 CLUSTER_FILE = """\
 version: 1
 name: {name}
@@ -192,6 +194,38 @@ def test_the_life_of_a_cluster(operator: Operator) -> None:
     assert "cluster life is down" in down.stderr
     nothing_left_of(record)
     assert "no cluster" in operator.baton("status", expect=3).stderr
+
+
+@pytest.mark.skipif("BATON_RAY_DRAINS" not in os.environ, reason="takes a minute; BATON_RAY_DRAINS=1 (make soak)")
+def test_workers_are_drained_and_flipped(operator: Operator) -> None:
+    """Ray starts none after one that was drained, and the next one of a flipped worker in its new pool."""
+    operator.baton("up", "-f", str(operator.file("drains")))
+    refused = operator.baton("flip", "p-0", expect=2)
+    assert "p-0 is the last prefill worker" in refused.stderr and "--force" in refused.stderr
+    unknown = operator.baton("drain", "d-7", expect=3)
+    assert "worker 'd-7' is not registered; there is: d-0, p-0" in unknown.stderr
+
+    flipped = operator.json("flip", "p-0", "--force")
+    assert (flipped["pool"], flipped["state"]) == ("d", "ready")
+    assert flipped["incarnation"] > flipped["drained_incarnation"]
+    assert answers(operator)["workers"]["prefill"] is None
+
+    os.kill(workers(operator)["p-0"]["pid"], signal.SIGKILL)
+    wait_until(
+        lambda: workers(operator)["p-0"]["incarnation"] > flipped["incarnation"], RESTART_TIMEOUT_S, "it starts anew"
+    )
+    assert workers(operator)["p-0"]["role"] == "decode", "a flipped worker stays what it is"
+
+    restarted = operator.baton("drain", "d-0", "--restart", "--migrate")
+    assert "d-0 is drained, and its next life" in restarted.stdout
+    assert operator.json("flip", "p-0")["pool"] == "p"
+    assert answers(operator)["workers"] == {"prefill": "p-0", "decode": "d-0"}
+
+    assert "p-0 is drained and gone" in operator.baton("drain", "p-0", "--force", "--deadline", "5").stdout
+    time.sleep(RESTARTED_BY_THEN_S)
+    assert workers(operator)["p-0"]["state"] == "drained"
+    assert answers(operator)["workers"]["prefill"] is None
+    operator.baton("down")
 
 
 def test_a_crashed_cluster_is_cleared_away(operator: Operator) -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
+from cluster.core.drain_orders import AfterDrain, DrainOrder
 from cluster.core.ids import Outcome, Role
 from tests.support.coordinator_world import ModelFront, ModelWorker, World
 
@@ -14,6 +15,7 @@ NAMES = (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE), ("d1",
 PICK = st.integers(min_value=0, max_value=1_000)
 MAX_LIVES = 14
 MAX_REQUESTS = 20
+MAX_DRAINS = 3
 MAX_DEATHS = 3
 """Of workers; more would leave too little running for the rest of an example."""
 
@@ -23,6 +25,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     world: World
     num_deaths = 0
+    num_drains = 0
 
     @initialize(
         with_prefill=st.sampled_from((True, True, False)),
@@ -166,6 +169,23 @@ class ClusterMachine(RuleBasedStateMachine):
         assert front is not None
         self.world.kill_front(front.id)
         self.world.start_front(front.id.name)
+
+    @precondition(lambda self: self.num_drains < MAX_DRAINS)
+    @rule(
+        pick=PICK,
+        then=st.sampled_from(AfterDrain),
+        migrate=st.booleans(),
+        deadline_ms=st.none() | st.sampled_from((10, 5_000)),
+        force=st.booleans(),
+    )
+    def a_worker_is_drained(
+        self, pick: int, then: AfterDrain, migrate: bool, deadline_ms: int | None, force: bool
+    ) -> None:
+        worker = self._worker(pick, able="legs") or self._worker(pick, able="id")
+        if worker is not None:
+            self.num_drains += 1
+            order = DrainOrder(worker=worker.id.name, then=then, migrate=migrate, deadline_ms=deadline_ms)
+            self.world.order_drain(order, force=force)
 
     @rule(duration_ms=st.sampled_from((1, 50, 1_000, 9_000, 31_000)))
     def time_passes(self, duration_ms: int) -> None:

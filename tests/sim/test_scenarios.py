@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.core.ids import Outcome, WorkerId
+from cluster.core.ids import Outcome, Role, WorkerId
 from cluster.sim.checks import held
 from cluster.sim.engine_model import StepCost
 from cluster.sim.fabric import Family
@@ -291,7 +291,7 @@ def test_a_worker_of_another_layout_is_refused_when_it_registers() -> None:
     """With both sides' values in the message, before it can meet anybody."""
     world = make_world(ask(arrival_ns=200 * MILLISECOND_NS), num_decode=2)
     world.kernel.run_until(50 * MILLISECOND_NS)
-    config = worker_config(world.scenario, WorkerId("stranger", 1), token_address="stranger:tokens")
+    config = worker_config(world.scenario, WorkerId("stranger", 1), role=Role.DECODE, token_address="stranger:tokens")
     hello = dataclasses.replace(config.hello, compatibility="other", compatibility_details="block size 8")
     node = world.add_stranger(dataclasses.replace(config, hello=hello))
     run_until(world, lambda: not node.process.alive)

@@ -26,13 +26,29 @@ class ScriptedFront(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminSe
     status: admin_pb2.GetStatusResponse = field(default_factory=admin_pb2.GetStatusResponse)
     leases: admin_pb2.GetLeasesResponse = field(default_factory=admin_pb2.GetLeasesResponse)
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
+    next_statuses: list[admin_pb2.GetStatusResponse] = field(default_factory=list)
+    """Answered one after the other, before `status`."""
+    orders: list[admin_pb2.DrainRequest | admin_pb2.FlipRequest] = field(default_factory=list)
+    refusal: tuple[grpc.StatusCode, str] | None = None
 
     def Generate(self, request: Any, context: Any) -> Any:
         self.requests.append(request)
         yield from self.script(request, context)
 
     def GetStatus(self, request: Any, context: Any) -> Any:
-        return self.status
+        return self.next_statuses.pop(0) if self.next_statuses else self.status
+
+    def Drain(self, request: Any, context: Any) -> Any:
+        return self._ordered(request, context, admin_pb2.DrainResponse(incarnation=1))
+
+    def Flip(self, request: Any, context: Any) -> Any:
+        return self._ordered(request, context, admin_pb2.FlipResponse(incarnation=1, pool="d"))
+
+    def _ordered(self, request: Any, context: Any, response: Any) -> Any:
+        self.orders.append(request)
+        if self.refusal is not None:
+            context.abort(*self.refusal)
+        return response
 
     def GetLeases(self, request: Any, context: Any) -> Any:
         return self.leases

@@ -11,8 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
-from cluster.core.effects import DropBody, Effect, GiveUpWorker, ToFront, ToWorker
-from cluster.core.events import Event, FromFront, FromWorker, FrontGone, Tick, WorkerGone
+from cluster.core.drain_orders import DrainOrder, Leave, StartDrain, WorkerLeft
+from cluster.core.effects import DropBody, Effect, GiveUpWorker, RetireWorker, ToFront, ToWorker
+from cluster.core.events import DrainAsked, Event, FromFront, FromWorker, FrontGone, Tick, WorkerGone
 from cluster.core.ids import AttemptId, Blame, FrontId, Outcome, Role, WorkerId
 from cluster.core.limits import UNKNOWN_ATTEMPT
 from cluster.core.messages import (
@@ -71,6 +72,7 @@ class ModelWorker:
     inbox: deque[CommandBody] = field(default_factory=deque)
     outbox: deque[WorkerMessage] = field(default_factory=deque)
     legs: dict[AttemptId, ModelLeg] = field(default_factory=dict)
+    is_drained: bool = False
 
     def say(self, message: WorkerMessage) -> None:
         self.outbox.append(message)
@@ -79,7 +81,7 @@ class ModelWorker:
         """Takes one command; `choice` decides where it has a choice."""
         match body:
             case Reserve(attempt=attempt, source=source, lease_id=lease_id):
-                assert attempt not in self.legs
+                assert attempt not in self.legs and not self.is_drained
                 if choice % 4 == 0:
                     self.say(ReserveRefused(attempt=attempt, reason="no blocks"))
                     return
@@ -89,9 +91,10 @@ class ModelWorker:
                 )
             case Prefill(attempt=attempt, destination=destination, lease_id=lease_id):
                 assert attempt not in self.legs
+                assert not self.is_drained or self.role is Role.DECODE, "only decode hands answers over"
                 self.legs[attempt] = ModelLeg("reading", destination.worker, lease_id)
             case RunLocal(attempt=attempt):
-                assert attempt not in self.legs
+                assert attempt not in self.legs and not self.is_drained
                 self.legs[attempt] = ModelLeg("active")
             case CancelLeg(attempt=attempt):
                 self._cancel(attempt)
@@ -102,6 +105,11 @@ class ModelWorker:
                     self._release(attempt)
             case PeerLost(peer=peer):
                 self._lose_peer(peer)
+            case StartDrain():
+                self.is_drained = True
+            case Leave():
+                assert not self.legs, "somebody may need them"
+                self.say(WorkerLeft())
             case _:
                 pass
 
@@ -282,6 +290,8 @@ class World:
             case GiveUpWorker(worker=worker_id, reason=reason):
                 assert not (self.is_draining and "did not release" in reason), f"{worker_id} was not told enough"
                 self.workers.pop(worker_id, None)
+            case RetireWorker(worker=worker_id):
+                self.workers.pop(worker_id, None)
 
     def _check_views(self) -> None:
         """What operators are shown agrees with itself."""
@@ -357,7 +367,13 @@ class World:
             assert not any(isinstance(body, Prefill) and body.attempt == attempt for body in sender.inbox)
 
     def deliver_report(self, worker: ModelWorker) -> None:
-        self.handle(FromWorker(worker=worker.id, message=worker.outbox.popleft()))
+        message = worker.outbox.popleft()
+        self.handle(FromWorker(worker=worker.id, message=message))
+        if isinstance(message, WorkerLeft) and worker.id in self.workers:
+            self.kill_worker(worker.id)
+
+    def order_drain(self, order: DrainOrder, *, force: bool) -> None:
+        self.handle(DrainAsked(order=order, force=force))
 
     def deliver_to_front(self, front: ModelFront) -> None:
         front.hear(front.inbox.popleft())
@@ -429,7 +445,9 @@ class World:
         return moved
 
     def _is_busy(self) -> bool:
-        return self.state.status(self.now_ns).num_requests > 0 or any(worker.legs for worker in self.workers.values())
+        view = self.state.status(self.now_ns)
+        is_drain_going_on = any(drain.life is not None for drain in view.drains)
+        return view.num_requests > 0 or is_drain_going_on or any(worker.legs for worker in self.workers.values())
 
     def assert_at_rest(self) -> None:
         """Every request of a front that lives has an outcome, and nothing is kept anywhere."""
@@ -437,6 +455,7 @@ class World:
             assert front.live() == [], f"{front.id} still waits for {front.live()}"
         view = self.state.status(self.now_ns)
         assert view.num_requests == 0 and self.bodies == {}
+        assert all(drain.life is None for drain in view.drains), "a drain has not come to its end"
         assert self.state.leases(self.now_ns) == ()
         assert all(worker.legs == {} for worker in self.workers.values())
         for pool in view.pools:

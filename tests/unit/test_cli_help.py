@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.cli_scripted import baton
 
-COMMANDS = ["up", "down", "status", "leases", "generate", "demo", "model import"]
+COMMANDS = ["up", "down", "status", "leases", "drain", "flip", "generate", "demo", "model import"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -29,6 +29,8 @@ def test_every_command_has_examples_and_exit_codes(tmp_path: Path, command: str)
         ("up", [0, 1, 2, 3, 130]),
         ("down", [0, 1, 2, 3, 130]),
         ("status", [0, 1, 2, 3, 4, 130]),
+        ("drain", [0, 1, 2, 3, 4, 130]),
+        ("flip", [0, 1, 2, 3, 4, 130]),
         ("generate", [0, 1, 2, 3, 4, 130]),
         ("demo", [0, 1, 2, 3, 130]),
         ("model import", [0, 1, 2, 3, 130]),

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from baton.v1 import admin_pb2
 from cluster.core.config import ClusterConfig, ModelConfig, PoolConfig
+from cluster.core.drain_orders import AfterDrain, DrainOrder
 from cluster.core.ids import Role, WorkerId
 from cluster.core.links import Link
 from cluster.core.messages import BlockCounts, WorkerLoad
-from cluster.core.views import ClusterView, PoolView, WorkerView
-from cluster.live.admin import status_response
+from cluster.core.views import ClusterView, DrainView, PoolView, WorkerView
+from cluster.live.admin import drain_order, flip_order, status_response
 from cluster.live.config_file import ClusterFile
 from cluster.live.plan import make_plan
 from cluster.live.preflight import ModelFacts
@@ -116,3 +117,60 @@ def test_the_plan_gives_workers_the_names_that_status_expects(tmp_path: Path) ->
     facts = ModelFacts(directory=tmp_path, weights_bytes=1, block_bytes=1024, max_model_tokens=64)
     planned = [worker.name for worker in make_plan(file, facts).workers]
     assert planned == [worker.name for pool in status().pools for worker in pool.workers]
+
+
+def test_a_flipped_worker_is_told_where_it_is_and_not_where_it_was() -> None:
+    told = status(decode=(worker_view("p-1", "d", Role.DECODE),))
+    assert [worker.name for worker in told.pools[0].workers] == ["p-0"]
+    assert [(worker.name, worker.state) for worker in told.pools[1].workers][-1] == ("p-1", "ready")
+
+
+def test_drains_are_told_with_the_worker_and_the_drained_as_such() -> None:
+    view = ClusterView(
+        name="c",
+        epoch=1,
+        pools=(
+            PoolView(name="p", role=Role.PREFILL, num_replicas=2, workers=(worker_view("p-1", "p", Role.PREFILL),)),
+            PoolView(name="d", role=Role.DECODE, num_replicas=11, workers=()),
+        ),
+        fronts=(),
+        num_requests=0,
+        num_queued=0,
+        num_running=0,
+        num_leases=0,
+        links=(),
+        drains=(
+            DrainView(
+                order=DrainOrder(worker="p-1", then=AfterDrain.FLIP, pool="d"),
+                life=WorkerId("p-1", 17),
+                waits_for="1 lease",
+                remaining_ms=None,
+            ),
+        ),
+        drained=("p-0",),
+    )
+    drained, draining = status_response(CONFIG, view, uptime_ns=0).pools[0].workers
+    assert drained == admin_pb2.WorkerStatus(name="p-0", role="prefill", state="drained")
+    assert draining.drain == admin_pb2.DrainStatus(then="flip", pool="d", waits_for="1 lease")
+
+
+def test_orders_are_what_operators_asked_for() -> None:
+    assert drain_order(admin_pb2.DrainRequest(worker="w")) == DrainOrder(worker="w")
+    drain = admin_pb2.DrainRequest(worker="w", restart=True, migrate=True, deadline_ms=0)
+    assert drain_order(drain) == DrainOrder(worker="w", then=AfterDrain.RESTART, migrate=True, deadline_ms=0)
+    flip = admin_pb2.FlipRequest(worker="w", pool="d", deadline_ms=5)
+    assert flip_order(flip) == DrainOrder(worker="w", then=AfterDrain.FLIP, pool="d", deadline_ms=5)
+
+
+def test_a_flipped_worker_keeps_what_its_machine_gives_it(tmp_path: Path) -> None:
+    pools = (
+        PoolConfig(name="p", role=Role.PREFILL, threads=3, cores=((0, 1, 2),), max_step_tokens=900),
+        PoolConfig(name="d", role=Role.DECODE, threads=1, max_step_tokens=300),
+    )
+    config = ClusterConfig(name="c", model=ModelConfig(path="m"), pools=pools)
+    file = ClusterFile(config=config, source="c.yaml", folder=tmp_path, lines={})
+    plan = make_plan(file, ModelFacts(directory=tmp_path, weights_bytes=1, block_bytes=1024, max_model_tokens=64))
+    before, flipped = plan.workers[0], plan.worker_in_pool("p-0", "d")
+    assert (flipped.pool.name, flipped.pool.role, flipped.pool.max_step_tokens) == ("d", Role.DECODE, 300)
+    assert (flipped.name, flipped.pool.threads, flipped.cores) == ("p-0", 3, (0, 1, 2))
+    assert (flipped.num_blocks, flipped.metrics_port) == (before.num_blocks, before.metrics_port)

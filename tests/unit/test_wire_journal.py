@@ -41,7 +41,9 @@ def make_state() -> ClusterState:
 def all_events() -> st.SearchStrategy[Any]:
     from_fronts = strategy_of(*get_args(FrontMessage)).map(lambda m: events.FromFront(front=FRONT, message=m))
     from_workers = strategy_of(*get_args(WorkerMessage)).map(lambda m: events.FromWorker(worker=WORKER, message=m))
-    return st.one_of(from_fronts, from_workers, strategy_of(events.FrontGone, events.WorkerGone, events.Tick))
+    return st.one_of(
+        from_fronts, from_workers, strategy_of(events.FrontGone, events.WorkerGone, events.DrainAsked, events.Tick)
+    )
 
 
 @settings(max_examples=300, deadline=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.core.attempts import Attempt, Leg, LegState
-from cluster.core.ids import Outcome, Role
+from cluster.core.ids import Outcome, Role, WorkerId
 from cluster.core.leases import Side
 from cluster.core.limits import RELEASE_TIMEOUT_NS, RESUBMIT_TIMEOUT_NS
 from cluster.core.messages import AttemptFailed, CancelLeg, EndRequest, SenderStopped
@@ -131,12 +131,33 @@ def fail_request(parts: Parts, now_ns: int, request: Request, failure: Failure) 
     """Its latest attempt has failed, and has been closed."""
     request.num_failures += 1
     request.last_failure = failure
+    request.source = None
     request.enter(Phase.WAITING_FRONT, now_ns + RESUBMIT_TIMEOUT_NS)
     if request.num_failures >= parts.config.coordinator.max_attempts:
         reason = f"attempt {request.num_failures} of {request.num_failures} failed: {failure.reason}"
         end_request(parts, now_ns, request, failure.outcome, reason)
         return
     message = AttemptFailed(epoch=parts.outbox.epoch, attempt=request.attempt_id, reason=failure.reason)
+    parts.outbox.to_front(request.front, message)
+    watch_deadline(parts, request)
+
+
+def move_on(
+    parts: Parts,
+    now_ns: int,
+    request: Request,
+    attempt: Attempt,
+    reason: str,
+    *,
+    source: WorkerId | None = None,
+) -> None:
+    """The request is to go on elsewhere, which is nobody's failure. `source`: a worker that then has its KV."""
+    close_attempt(parts, now_ns, attempt, reason)
+    request.source = source
+    # Should it find no other place, it has to end somehow.
+    request.last_failure = request.last_failure or Failure(Outcome.WORKER_LOST, reason)
+    request.enter(Phase.WAITING_FRONT, now_ns + RESUBMIT_TIMEOUT_NS)
+    message = AttemptFailed(epoch=parts.outbox.epoch, attempt=request.attempt_id, reason=reason, is_planned=True)
     parts.outbox.to_front(request.front, message)
     watch_deadline(parts, request)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cluster.core.attempts import Attempt, Leg, LegState
+from cluster.core.disaggregation import ALWAYS_PUSHED
 from cluster.core.handlers.ending import watch_deadline, withdraw_attempt
 from cluster.core.handlers.suspecting import keep_apart, on_placed
 from cluster.core.ids import Outcome, Role, Route, WorkerId
@@ -15,7 +18,7 @@ from cluster.core.timers import TimerKey, TimerKind
 from cluster.core.workers import Worker
 from cluster.policy.candidates import MAX_HOLDERS, candidates_of
 from cluster.policy.decision import Cause
-from cluster.policy.placement import Candidates, Demand, Placement, Wait, demand_of, place
+from cluster.policy.placement import Candidates, Demand, Placement, Wait, demand_of, place, takes
 
 
 def place_waiting(parts: Parts, now_ns: int) -> None:
@@ -24,19 +27,8 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
         request = parts.requests.get(request_id)
         assert request is not None and request.phase is Phase.QUEUED
         request.excluded = {worker: until for worker, until in request.excluded.items() if until > now_ns}
-        num_left = request.max_tokens - request.num_delivered
-        demand = demand_of(
-            request.num_read_tokens,
-            num_left,
-            parts.config.kv.block_size,
-            num_choices=request.num_choices,
-            num_unshared=request.num_unshared,
-        )
-        candidates = keep_apart(parts, now_ns, request, _candidates(parts, request))
-        if isinstance(candidates, Wait):
-            request.waiting_for = candidates.reason
-            return
-        decision = place(demand, candidates, request.excluded, _why_local(parts, request))
+        demand = _demand(parts, request)
+        decision = _decide(parts, now_ns, request, demand)
         if isinstance(decision, Wait):
             request.waiting_for = decision.reason
             return
@@ -48,6 +40,50 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
         else:
             _start_pair(parts, now_ns, request, demand, decision, decision.prefill)
         watch_deadline(parts, request)
+
+
+def has_room_elsewhere(parts: Parts, request: Request) -> bool:
+    """Whether some decode worker that may be given work could take the request now, besides what it has."""
+    demand = _demand(parts, request)
+    decode = _candidates(parts, request).decode
+    return any(takes(worker, demand) for worker in decode if worker.id not in request.excluded)
+
+
+def _demand(parts: Parts, request: Request) -> Demand:
+    return demand_of(
+        request.num_read_tokens,
+        request.max_tokens - request.num_delivered,
+        parts.config.kv.block_size,
+        num_choices=request.num_choices,
+        num_unshared=request.num_unshared,
+    )
+
+
+def _decide(parts: Parts, now_ns: int, request: Request, demand: Demand) -> Placement | Wait:
+    candidates = keep_apart(parts, now_ns, request, _candidates(parts, request))
+    if isinstance(candidates, Wait):
+        return candidates
+    why_local = _why_local(parts, request)
+    source = None if request.suspicions else _source(parts, request)
+    if source is not None and why_local is None:
+        num_held = (demand.num_tokens - 1) // demand.block_size
+        held = {**candidates.num_held_blocks, source.id: num_held}
+        only = replace(candidates, prefill=(source,), num_held_blocks=held, rules=ALWAYS_PUSHED)
+        decision = place(demand, only, request.excluded)
+        if isinstance(decision, Placement) and decision.prefill is not None:
+            return decision
+    return place(demand, candidates, request.excluded, why_local)
+
+
+def _source(parts: Parts, request: Request) -> Worker | None:
+    """The worker that is being drained of the request and has its KV, as long as it can push it."""
+    if request.source is None:
+        return None
+    drain = parts.drains.of(request.source)
+    if drain is None or drain.is_told_to_leave:
+        return None
+    worker = parts.workers.get(request.source)
+    return worker if worker is not None and worker.pool.device == "cpu" else None
 
 
 def _candidates(parts: Parts, request: Request) -> Candidates:

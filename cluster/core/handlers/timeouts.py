@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from cluster.core.handlers import draining
 from cluster.core.handlers.ending import current_attempt, end_request, fail_attempt, forget_request, watch_deadline
 from cluster.core.handlers.fronts import situation
 from cluster.core.handlers.placing import exclude_and_withdraw
 from cluster.core.handlers.rebuilding import on_window_due
-from cluster.core.handlers.workers import on_silence, on_unreleased
+from cluster.core.handlers.workers import lose_worker, on_silence, on_unreleased
 from cluster.core.ids import AttemptId, Outcome, WorkerId
 from cluster.core.limits import NS_PER_MS
 from cluster.core.messages import Refused
@@ -34,6 +35,10 @@ def _on_due(parts: Parts, now_ns: int, key: TimerKey) -> None:
             _on_request_due(parts, now_ns, request)
         case TimerKind.REBUILD:
             on_window_due(parts, now_ns)
+        case TimerKind.DRAIN:
+            hung = draining.on_due(parts, now_ns, key.name)
+            if hung is not None:
+                lose_worker(parts, now_ns, hung, "it was told to leave and did not")
         case TimerKind.RETRY:
             pass  # An exclusion has ended; placement, which follows every event, sees to it.
 

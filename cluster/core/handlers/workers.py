@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.core.attempts import LegState
-from cluster.core.handlers import rebuilding
+from cluster.core.handlers import draining, rebuilding
 from cluster.core.handlers.ending import attempt_timer, fail_attempt, is_needed, retire_if_over, withdraw_attempt
 from cluster.core.handlers.suspecting import condemn, culprit_of_loss, poison_reason
 from cluster.core.ids import AttemptId, Outcome, WorkerId
@@ -50,12 +50,15 @@ def on_worker_hello(parts: Parts, now_ns: int, sender: WorkerId, message: Worker
     if message.epoch:
         parts.outbox.raise_epoch(message.epoch + 1)  # never this life's: a worker registers with it once
         rebuilding.on_earlier_life(parts, now_ns)
+    worker = None
     if present is None:
-        parts.workers.add(message, now_ns)
+        worker = parts.workers.add(message, now_ns)
         parts.prefixes.join(sender, message.role)
         parts.timers.set(_silence_timer(sender), now_ns + parts.heartbeat_timeout_ns)
     heartbeat_ms = parts.heartbeat_timeout_ns // NS_PER_MS // HEARTBEATS_PER_TIMEOUT
     parts.outbox.to_worker(sender, WorkerWelcome(heartbeat_ms=max(1, min(heartbeat_ms, MAX_HEARTBEAT_MS))))
+    if worker is not None:
+        draining.on_registered(parts, now_ns, worker, message.drain)
     for peer in message.fenced:
         lose_worker(parts, now_ns, peer, f"{sender} has fenced it")
     rebuilding.on_inventory(parts, now_ns, sender, message.inventory)
@@ -132,7 +135,11 @@ def lose_worker(parts: Parts, now_ns: int, worker_id: WorkerId, reason: str, *, 
     if worker is None:
         return
     parts.timers.set(_silence_timer(worker_id), None)
-    parts.outbox.give_up(worker_id, reason)
+    order = draining.on_lost(parts, now_ns, worker_id)
+    if order is None:
+        parts.outbox.give_up(worker_id, reason)
+    else:
+        parts.outbox.retire(worker_id, order, reason)
     parts.leases.forget_holder(worker_id)
     parts.links.forget(worker_id)
     parts.rebuild.forget_worker(worker_id)

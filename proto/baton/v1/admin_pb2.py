@@ -24,37 +24,47 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\"\x12\n\x10GetStatusRequest\"\xb6\x02\n\x11GetStatusResponse\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12#\n\x05pools\x18\x04 \x03(\x0b\x32\x14.baton.v1.PoolStatus\x12\x12\n\nnum_queued\x18\x05 \x01(\r\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x12\n\nnum_fronts\x18\x07 \x01(\r\x12\x10\n\x08uptime_s\x18\x08 \x01(\x02\x12#\n\x05links\x18\t \x03(\x0b\x32\x14.baton.v1.LinkStatus\x12&\n\x06routes\x18\r \x01(\x0b\x32\x16.baton.v1.RoutesStatus\x12\x17\n\x0fmetrics_address\x18\x0e \x01(\t\x12\x12\n\nnum_poison\x18\x0f \x01(\rJ\x04\x08\n\x10\r\"\xcb\x01\n\x0cRoutesStatus\x12$\n\x06\x63ounts\x18\x01 \x03(\x0b\x32\x14.baton.v1.RouteCount\x12\x12\n\nnum_recent\x18\x02 \x01(\r\x12\x19\n\x0cpushed_share\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x1a\n\x12local_up_to_tokens\x18\x04 \x01(\r\x12\x12\n\nreserve_ms\x18\x05 \x01(\x02\x12\x14\n\x0ctake_over_ms\x18\x06 \x01(\x02\x12\x0f\n\x07warning\x18\x07 \x01(\tB\x0f\n\r_pushed_share\"9\n\nRouteCount\x12\r\n\x05route\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\"\x89\x01\n\nLinkStatus\x12\x0e\n\x06writer\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x1d\n\x15\x62\x61ndwidth_bytes_per_s\x18\x04 \x01(\x04\x12\x1a\n\x12median_bytes_per_s\x18\x05 \x01(\x04\x12\x0f\n\x07is_slow\x18\x06 \x01(\x08\"j\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x17\n\x0fwanted_replicas\x18\x03 \x01(\r\x12\'\n\x07workers\x18\x04 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\"\xe1\x02\n\x0cWorkerStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x13\n\x0bnum_running\x18\x07 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x08 \x01(\r\x12%\n\x06\x62locks\x18\t \x01(\x0b\x32\x15.baton.v1.BlockCounts\x12\x18\n\x10heartbeat_age_ms\x18\n \x01(\r\x12\x15\n\rtoken_address\x18\x0b \x01(\t\x12\x12\n\ntransports\x18\x0c \x03(\t\x12\x31\n\x0cprefix_cache\x18\r \x01(\x0b\x32\x1b.baton.v1.PrefixCacheStatus\x12\x17\n\x0fmetrics_address\x18\x0e \x01(\t\x12\x0e\n\x06\x65ngine\x18\x0f \x01(\tJ\x04\x08\x10\x10\x14\"q\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x61\x63tive\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\r\x12\x10\n\x08reserved\x18\x05 \x01(\r\x12\x13\n\x0bquarantined\x18\x06 \x01(\r\"Q\n\x11PrefixCacheStatus\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x14\n\x0cquery_tokens\x18\x02 \x01(\x04\x12\x12\n\nhit_tokens\x18\x03 \x01(\x04\"\x12\n\x10GetLeasesRequest\":\n\x11GetLeasesResponse\x12%\n\x06leases\x18\x01 \x03(\x0b\x32\x15.baton.v1.LeaseStatus\"\xbe\x01\n\x0bLeaseStatus\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x0e\n\x06worker\x18\x04 \x01(\t\x12\x0c\n\x04peer\x18\x05 \x01(\t\x12\x0c\n\x04side\x18\x06 \x01(\t\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x12\n\nsize_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06\x61ge_ms\x18\t \x01(\r\x12\x14\n\x0cremaining_ms\x18\n \x01(\r2\x93\x01\n\x05\x41\x64min\x12\x44\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x1b.baton.v1.GetStatusResponse\x12\x44\n\tGetLeases\x12\x1a.baton.v1.GetLeasesRequest\x1a\x1b.baton.v1.GetLeasesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\"y\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0f\n\x07migrate\x18\x02 \x01(\x08\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07restart\x18\x04 \x01(\x08\x12\r\n\x05\x66orce\x18\x05 \x01(\x08\x42\x0e\n\x0c_deadline_ms\"$\n\rDrainResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\"u\n\x0b\x46lipRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0f\n\x07migrate\x18\x02 \x01(\x08\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x66orce\x18\x04 \x01(\x08\x12\x0c\n\x04pool\x18\x05 \x01(\tB\x0e\n\x0c_deadline_ms\"1\n\x0c\x46lipResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0c\n\x04pool\x18\x02 \x01(\t\"\x12\n\x10GetStatusRequest\"\xb6\x02\n\x11GetStatusResponse\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12#\n\x05pools\x18\x04 \x03(\x0b\x32\x14.baton.v1.PoolStatus\x12\x12\n\nnum_queued\x18\x05 \x01(\r\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x12\n\nnum_fronts\x18\x07 \x01(\r\x12\x10\n\x08uptime_s\x18\x08 \x01(\x02\x12#\n\x05links\x18\t \x03(\x0b\x32\x14.baton.v1.LinkStatus\x12&\n\x06routes\x18\r \x01(\x0b\x32\x16.baton.v1.RoutesStatus\x12\x17\n\x0fmetrics_address\x18\x0e \x01(\t\x12\x12\n\nnum_poison\x18\x0f \x01(\rJ\x04\x08\n\x10\r\"\xcb\x01\n\x0cRoutesStatus\x12$\n\x06\x63ounts\x18\x01 \x03(\x0b\x32\x14.baton.v1.RouteCount\x12\x12\n\nnum_recent\x18\x02 \x01(\r\x12\x19\n\x0cpushed_share\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x1a\n\x12local_up_to_tokens\x18\x04 \x01(\r\x12\x12\n\nreserve_ms\x18\x05 \x01(\x02\x12\x14\n\x0ctake_over_ms\x18\x06 \x01(\x02\x12\x0f\n\x07warning\x18\x07 \x01(\tB\x0f\n\r_pushed_share\"9\n\nRouteCount\x12\r\n\x05route\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\"\x89\x01\n\nLinkStatus\x12\x0e\n\x06writer\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x1d\n\x15\x62\x61ndwidth_bytes_per_s\x18\x04 \x01(\x04\x12\x1a\n\x12median_bytes_per_s\x18\x05 \x01(\x04\x12\x0f\n\x07is_slow\x18\x06 \x01(\x08\"j\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x17\n\x0fwanted_replicas\x18\x03 \x01(\r\x12\'\n\x07workers\x18\x04 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\"\x87\x03\n\x0cWorkerStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x13\n\x0bnum_running\x18\x07 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x08 \x01(\r\x12%\n\x06\x62locks\x18\t \x01(\x0b\x32\x15.baton.v1.BlockCounts\x12\x18\n\x10heartbeat_age_ms\x18\n \x01(\r\x12\x15\n\rtoken_address\x18\x0b \x01(\t\x12\x12\n\ntransports\x18\x0c \x03(\t\x12\x31\n\x0cprefix_cache\x18\r \x01(\x0b\x32\x1b.baton.v1.PrefixCacheStatus\x12\x17\n\x0fmetrics_address\x18\x0e \x01(\t\x12\x0e\n\x06\x65ngine\x18\x0f \x01(\t\x12$\n\x05\x64rain\x18\x1e \x01(\x0b\x32\x15.baton.v1.DrainStatusJ\x04\x08\x10\x10\x14\"y\n\x0b\x44rainStatus\x12\x0c\n\x04then\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0f\n\x07migrate\x18\x03 \x01(\x08\x12\x19\n\x0cremaining_ms\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x11\n\twaits_for\x18\x05 \x01(\tB\x0f\n\r_remaining_ms\"q\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x61\x63tive\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\r\x12\x10\n\x08reserved\x18\x05 \x01(\r\x12\x13\n\x0bquarantined\x18\x06 \x01(\r\"Q\n\x11PrefixCacheStatus\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x14\n\x0cquery_tokens\x18\x02 \x01(\x04\x12\x12\n\nhit_tokens\x18\x03 \x01(\x04\"\x12\n\x10GetLeasesRequest\":\n\x11GetLeasesResponse\x12%\n\x06leases\x18\x01 \x03(\x0b\x32\x15.baton.v1.LeaseStatus\"\xbe\x01\n\x0bLeaseStatus\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x0e\n\x06worker\x18\x04 \x01(\t\x12\x0c\n\x04peer\x18\x05 \x01(\t\x12\x0c\n\x04side\x18\x06 \x01(\t\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x12\n\nsize_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06\x61ge_ms\x18\t \x01(\r\x12\x14\n\x0cremaining_ms\x18\n \x01(\r2\x84\x02\n\x05\x41\x64min\x12\x44\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x1b.baton.v1.GetStatusResponse\x12\x44\n\tGetLeases\x12\x1a.baton.v1.GetLeasesRequest\x1a\x1b.baton.v1.GetLeasesResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12\x35\n\x04\x46lip\x12\x15.baton.v1.FlipRequest\x1a\x16.baton.v1.FlipResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETSTATUSREQUEST']._serialized_start=34
-  _globals['_GETSTATUSREQUEST']._serialized_end=52
-  _globals['_GETSTATUSRESPONSE']._serialized_start=55
-  _globals['_GETSTATUSRESPONSE']._serialized_end=365
-  _globals['_ROUTESSTATUS']._serialized_start=368
-  _globals['_ROUTESSTATUS']._serialized_end=571
-  _globals['_ROUTECOUNT']._serialized_start=573
-  _globals['_ROUTECOUNT']._serialized_end=630
-  _globals['_LINKSTATUS']._serialized_start=633
-  _globals['_LINKSTATUS']._serialized_end=770
-  _globals['_POOLSTATUS']._serialized_start=772
-  _globals['_POOLSTATUS']._serialized_end=878
-  _globals['_WORKERSTATUS']._serialized_start=881
-  _globals['_WORKERSTATUS']._serialized_end=1234
-  _globals['_BLOCKCOUNTS']._serialized_start=1236
-  _globals['_BLOCKCOUNTS']._serialized_end=1349
-  _globals['_PREFIXCACHESTATUS']._serialized_start=1351
-  _globals['_PREFIXCACHESTATUS']._serialized_end=1432
-  _globals['_GETLEASESREQUEST']._serialized_start=1434
-  _globals['_GETLEASESREQUEST']._serialized_end=1452
-  _globals['_GETLEASESRESPONSE']._serialized_start=1454
-  _globals['_GETLEASESRESPONSE']._serialized_end=1512
-  _globals['_LEASESTATUS']._serialized_start=1515
-  _globals['_LEASESTATUS']._serialized_end=1705
-  _globals['_ADMIN']._serialized_start=1708
-  _globals['_ADMIN']._serialized_end=1855
+  _globals['_DRAINREQUEST']._serialized_start=34
+  _globals['_DRAINREQUEST']._serialized_end=155
+  _globals['_DRAINRESPONSE']._serialized_start=157
+  _globals['_DRAINRESPONSE']._serialized_end=193
+  _globals['_FLIPREQUEST']._serialized_start=195
+  _globals['_FLIPREQUEST']._serialized_end=312
+  _globals['_FLIPRESPONSE']._serialized_start=314
+  _globals['_FLIPRESPONSE']._serialized_end=363
+  _globals['_GETSTATUSREQUEST']._serialized_start=365
+  _globals['_GETSTATUSREQUEST']._serialized_end=383
+  _globals['_GETSTATUSRESPONSE']._serialized_start=386
+  _globals['_GETSTATUSRESPONSE']._serialized_end=696
+  _globals['_ROUTESSTATUS']._serialized_start=699
+  _globals['_ROUTESSTATUS']._serialized_end=902
+  _globals['_ROUTECOUNT']._serialized_start=904
+  _globals['_ROUTECOUNT']._serialized_end=961
+  _globals['_LINKSTATUS']._serialized_start=964
+  _globals['_LINKSTATUS']._serialized_end=1101
+  _globals['_POOLSTATUS']._serialized_start=1103
+  _globals['_POOLSTATUS']._serialized_end=1209
+  _globals['_WORKERSTATUS']._serialized_start=1212
+  _globals['_WORKERSTATUS']._serialized_end=1603
+  _globals['_DRAINSTATUS']._serialized_start=1605
+  _globals['_DRAINSTATUS']._serialized_end=1726
+  _globals['_BLOCKCOUNTS']._serialized_start=1728
+  _globals['_BLOCKCOUNTS']._serialized_end=1841
+  _globals['_PREFIXCACHESTATUS']._serialized_start=1843
+  _globals['_PREFIXCACHESTATUS']._serialized_end=1924
+  _globals['_GETLEASESREQUEST']._serialized_start=1926
+  _globals['_GETLEASESREQUEST']._serialized_end=1944
+  _globals['_GETLEASESRESPONSE']._serialized_start=1946
+  _globals['_GETLEASESRESPONSE']._serialized_end=2004
+  _globals['_LEASESTATUS']._serialized_start=2007
+  _globals['_LEASESTATUS']._serialized_end=2197
+  _globals['_ADMIN']._serialized_start=2200
+  _globals['_ADMIN']._serialized_end=2460
 # @@protoc_insertion_point(module_scope)

@@ -19,6 +19,121 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    MIGRATE_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    RESTART_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """The worker's name."""
+    migrate: _builtins.bool
+    """Running answers go on elsewhere at once; otherwise they end here, unless the deadline comes first."""
+    deadline_ms: _builtins.int
+    """Until then the worker is rid of everything. Not set: however long it takes."""
+    restart: _builtins.bool
+    """A fresh life of it takes its place."""
+    force: _builtins.bool
+    """Also if it is the last worker of its role."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        migrate: _builtins.bool = ...,
+        deadline_ms: _builtins.int | None = ...,
+        restart: _builtins.bool = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "deadline_ms", b"deadline_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "deadline_ms", b"deadline_ms", "force", b"force", "migrate", b"migrate", "restart", b"restart", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
+    _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deadline_ms) -> _WhichOneofReturnType__deadline_ms | None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    """Of the life that is being drained."""
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class FlipRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    MIGRATE_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    migrate: _builtins.bool
+    deadline_ms: _builtins.int
+    force: _builtins.bool
+    pool: _builtins.str
+    """The pool to join; may be empty where only one has the other role."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        migrate: _builtins.bool = ...,
+        deadline_ms: _builtins.int | None = ...,
+        force: _builtins.bool = ...,
+        pool: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "deadline_ms", b"deadline_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "deadline_ms", b"deadline_ms", "force", b"force", "migrate", b"migrate", "pool", b"pool", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
+    _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deadline_ms) -> _WhichOneofReturnType__deadline_ms | None: ...
+
+Global___FlipRequest: _TypeAlias = FlipRequest  # noqa: Y015
+
+@_typing.final
+class FlipResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    pool: _builtins.str
+    """That the worker is going to join."""
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        pool: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlipResponse: _TypeAlias = FlipResponse  # noqa: Y015
+
+@_typing.final
 class GetStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -266,11 +381,13 @@ class WorkerStatus(_message.Message):
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
     state: _builtins.str
-    """"ready"; "silent" while its heartbeats are missing; "down" while no life of it is registered, because it has not
-    come up yet or was given up. Of a worker that is down, only name, role and state are told.
+    """"ready"; "silent" while its heartbeats are missing; "draining" while it is to get no new work; "down" while no life
+    of it is registered, because it has not come up yet or was given up; "drained" if it has left for good. Of a worker
+    that is down or drained, only name, role, state and drain are told.
     """
     incarnation: _builtins.int
     pid: _builtins.int
@@ -290,6 +407,10 @@ class WorkerStatus(_message.Message):
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def prefix_cache(self) -> Global___PrefixCacheStatus: ...
+    @_builtins.property
+    def drain(self) -> Global___DrainStatus:
+        """While it is being drained."""
+
     def __init__(
         self,
         *,
@@ -308,14 +429,52 @@ class WorkerStatus(_message.Message):
         prefix_cache: Global___PrefixCacheStatus | None = ...,
         metrics_address: _builtins.str = ...,
         engine: _builtins.str = ...,
+        drain: Global___DrainStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "prefix_cache", b"prefix_cache"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "drain", b"drain", "prefix_cache", b"prefix_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "engine", b"engine", "heartbeat_age_ms", b"heartbeat_age_ms", "host", b"host", "incarnation", b"incarnation", "metrics_address", b"metrics_address", "name", b"name", "num_running", b"num_running", "num_waiting", b"num_waiting", "pid", b"pid", "prefix_cache", b"prefix_cache", "role", b"role", "state", b"state", "token_address", b"token_address", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "drain", b"drain", "engine", b"engine", "heartbeat_age_ms", b"heartbeat_age_ms", "host", b"host", "incarnation", b"incarnation", "metrics_address", b"metrics_address", "name", b"name", "num_running", b"num_running", "num_waiting", b"num_waiting", "pid", b"pid", "prefix_cache", b"prefix_cache", "role", b"role", "state", b"state", "token_address", b"token_address", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class DrainStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    THEN_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    MIGRATE_FIELD_NUMBER: _builtins.int
+    REMAINING_MS_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    then: _builtins.str
+    """"stop", "restart" or "flip"."""
+    pool: _builtins.str
+    """That its next life joins, if any."""
+    migrate: _builtins.bool
+    remaining_ms: _builtins.int
+    """Until the deadline."""
+    waits_for: _builtins.str
+    """In words."""
+    def __init__(
+        self,
+        *,
+        then: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        migrate: _builtins.bool = ...,
+        remaining_ms: _builtins.int | None = ...,
+        waits_for: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_remaining_ms", b"_remaining_ms", "remaining_ms", b"remaining_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remaining_ms", b"_remaining_ms", "migrate", b"migrate", "pool", b"pool", "remaining_ms", b"remaining_ms", "then", b"then", "waits_for", b"waits_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__remaining_ms: _TypeAlias = _typing.Literal["remaining_ms"]  # noqa: Y015
+    _WhichOneofArgType__remaining_ms: _TypeAlias = _typing.Literal["_remaining_ms", b"_remaining_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__remaining_ms) -> _WhichOneofReturnType__remaining_ms | None: ...
+
+Global___DrainStatus: _TypeAlias = DrainStatus  # noqa: Y015
 
 @_typing.final
 class BlockCounts(_message.Message):

@@ -44,6 +44,16 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_admin__pb2.GetLeasesRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.GetLeasesResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/baton.v1.Admin/Drain',
+                request_serializer=baton_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Flip = channel.unary_unary(
+                '/baton.v1.Admin/Flip',
+                request_serializer=baton_dot_v1_dot_admin__pb2.FlipRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.FlipResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -62,6 +72,22 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Rids a worker of its work in order and ends it. Returns once that has begun; GetStatus shows how it goes on. An
+        order that is given again changes nothing, or sets `migrate` and the deadline. NOT_FOUND for a worker that is not
+        registered, FAILED_PRECONDITION where the worker may not go.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Flip(self, request, context):
+        """As Drain; then the worker starts anew in a pool of the other role.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +100,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetLeases,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.GetLeasesRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.GetLeasesResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'Flip': grpc.unary_unary_rpc_method_handler(
+                    servicer.Flip,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.FlipRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.FlipResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -130,6 +166,60 @@ class Admin:
             '/baton.v1.Admin/GetLeases',
             baton_dot_v1_dot_admin__pb2.GetLeasesRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.GetLeasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Drain',
+            baton_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Flip(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Flip',
+            baton_dot_v1_dot_admin__pb2.FlipRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.FlipResponse.FromString,
             options,
             channel_credentials,
             insecure,

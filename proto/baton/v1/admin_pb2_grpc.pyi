@@ -34,6 +34,13 @@ class AdminStub:
     GetStatus: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatusRequest, _admin_pb2.GetStatusResponse]
     GetLeases: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetLeasesRequest, _admin_pb2.GetLeasesResponse]
     """Every lease and quarantined run of blocks in the cluster, as their holders last reported them."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
+    """Rids a worker of its work in order and ends it. Returns once that has begun; GetStatus shows how it goes on. An
+    order that is given again changes nothing, or sets `migrate` and the deadline. NOT_FOUND for a worker that is not
+    registered, FAILED_PRECONDITION where the worker may not go.
+    """
+    Flip: _grpc.UnaryUnaryMultiCallable[_admin_pb2.FlipRequest, _admin_pb2.FlipResponse]
+    """As Drain; then the worker starts anew in a pool of the other role."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -41,6 +48,13 @@ class AdminAsyncStub(AdminStub):
     GetStatus: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatusRequest, _admin_pb2.GetStatusResponse]  # type: ignore[assignment]
     GetLeases: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetLeasesRequest, _admin_pb2.GetLeasesResponse]  # type: ignore[assignment]
     """Every lease and quarantined run of blocks in the cluster, as their holders last reported them."""
+    Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
+    """Rids a worker of its work in order and ends it. Returns once that has begun; GetStatus shows how it goes on. An
+    order that is given again changes nothing, or sets `migrate` and the deadline. NOT_FOUND for a worker that is not
+    registered, FAILED_PRECONDITION where the worker may not go.
+    """
+    Flip: _aio.UnaryUnaryMultiCallable[_admin_pb2.FlipRequest, _admin_pb2.FlipResponse]  # type: ignore[assignment]
+    """As Drain; then the worker starts anew in a pool of the other role."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -57,5 +71,24 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetLeasesResponse, _abc.Awaitable[_admin_pb2.GetLeasesResponse]]:
         """Every lease and quarantined run of blocks in the cluster, as their holders last reported them."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _admin_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
+        """Rids a worker of its work in order and ends it. Returns once that has begun; GetStatus shows how it goes on. An
+        order that is given again changes nothing, or sets `migrate` and the deadline. NOT_FOUND for a worker that is not
+        registered, FAILED_PRECONDITION where the worker may not go.
+        """
+
+    @_abc_1.abstractmethod
+    def Flip(
+        self,
+        request: _admin_pb2.FlipRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.FlipResponse, _abc.Awaitable[_admin_pb2.FlipResponse]]:
+        """As Drain; then the worker starts anew in a pool of the other role."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -108,6 +108,26 @@ BLAME_SHARED: Blame.ValueType  # 2
 BLAME_OWN: Blame.ValueType  # 3
 Global___Blame: _TypeAlias = Blame  # noqa: Y015
 
+class _AfterDrain:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AfterDrainEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AfterDrain.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    AFTER_DRAIN_UNSPECIFIED: _AfterDrain.ValueType  # 0
+    AFTER_DRAIN_STOP: _AfterDrain.ValueType  # 1
+    AFTER_DRAIN_RESTART: _AfterDrain.ValueType  # 2
+    AFTER_DRAIN_FLIP: _AfterDrain.ValueType  # 3
+
+class AfterDrain(_AfterDrain, metaclass=_AfterDrainEnumTypeWrapper):
+    """As in AfterDrain."""
+
+AFTER_DRAIN_UNSPECIFIED: AfterDrain.ValueType  # 0
+AFTER_DRAIN_STOP: AfterDrain.ValueType  # 1
+AFTER_DRAIN_RESTART: AfterDrain.ValueType  # 2
+AFTER_DRAIN_FLIP: AfterDrain.ValueType  # 3
+Global___AfterDrain: _TypeAlias = AfterDrain  # noqa: Y015
+
 @_typing.final
 class ProcessId(_message.Message):
     """---- shared parts ----
@@ -826,8 +846,10 @@ class AttemptFailed(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    IS_PLANNED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     reason: _builtins.str
+    is_planned: _builtins.bool
     @_builtins.property
     def attempt(self) -> Global___AttemptId: ...
     def __init__(
@@ -836,10 +858,11 @@ class AttemptFailed(_message.Message):
         epoch: _builtins.int = ...,
         attempt: Global___AttemptId | None = ...,
         reason: _builtins.str = ...,
+        is_planned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "is_planned", b"is_planned", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -891,6 +914,7 @@ class WorkerEnvelope(_message.Message):
     PEER_FENCED_FIELD_NUMBER: _builtins.int
     BLOCK_EVENTS_FIELD_NUMBER: _builtins.int
     LEG_SURVIVED_FIELD_NUMBER: _builtins.int
+    WORKER_LEFT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def worker_hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -915,6 +939,8 @@ class WorkerEnvelope(_message.Message):
     def block_events(self) -> Global___BlockEvents: ...
     @_builtins.property
     def leg_survived(self) -> Global___LegSurvived: ...
+    @_builtins.property
+    def worker_left(self) -> Global___WorkerLeft: ...
     def __init__(
         self,
         *,
@@ -930,12 +956,13 @@ class WorkerEnvelope(_message.Message):
         peer_fenced: Global___PeerFenced | None = ...,
         block_events: Global___BlockEvents | None = ...,
         leg_survived: Global___LegSurvived | None = ...,
+        worker_left: Global___WorkerLeft | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block_events", b"block_events", "committed", b"committed", "finished", b"finished", "heartbeat", b"heartbeat", "leg_failed", b"leg_failed", "leg_released", b"leg_released", "leg_survived", b"leg_survived", "message", b"message", "peer_fenced", b"peer_fenced", "prefill_done", b"prefill_done", "reserve_granted", b"reserve_granted", "reserve_refused", b"reserve_refused", "worker_hello", b"worker_hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_events", b"block_events", "committed", b"committed", "finished", b"finished", "heartbeat", b"heartbeat", "leg_failed", b"leg_failed", "leg_released", b"leg_released", "leg_survived", b"leg_survived", "message", b"message", "peer_fenced", b"peer_fenced", "prefill_done", b"prefill_done", "reserve_granted", b"reserve_granted", "reserve_refused", b"reserve_refused", "worker_hello", b"worker_hello", "worker_left", b"worker_left"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_events", b"block_events", "committed", b"committed", "finished", b"finished", "heartbeat", b"heartbeat", "leg_failed", b"leg_failed", "leg_released", b"leg_released", "leg_survived", b"leg_survived", "message", b"message", "peer_fenced", b"peer_fenced", "prefill_done", b"prefill_done", "reserve_granted", b"reserve_granted", "reserve_refused", b"reserve_refused", "worker_hello", b"worker_hello"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_events", b"block_events", "committed", b"committed", "finished", b"finished", "heartbeat", b"heartbeat", "leg_failed", b"leg_failed", "leg_released", b"leg_released", "leg_survived", b"leg_survived", "message", b"message", "peer_fenced", b"peer_fenced", "prefill_done", b"prefill_done", "reserve_granted", b"reserve_granted", "reserve_refused", b"reserve_refused", "worker_hello", b"worker_hello", "worker_left", b"worker_left"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["worker_hello", "heartbeat", "reserve_granted", "reserve_refused", "prefill_done", "committed", "finished", "leg_failed", "leg_released", "peer_fenced", "block_events", "leg_survived"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["worker_hello", "heartbeat", "reserve_granted", "reserve_refused", "prefill_done", "committed", "finished", "leg_failed", "leg_released", "peer_fenced", "block_events", "leg_survived", "worker_left"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1099,6 +1126,7 @@ class WorkerHello(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     FENCED_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     role: Global___Role.ValueType
     host: _builtins.str
@@ -1121,6 +1149,8 @@ class WorkerHello(_message.Message):
     def inventory(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldLeg]: ...
     @_builtins.property
     def fenced(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProcessId]: ...
+    @_builtins.property
+    def drain(self) -> Global___DrainOrder: ...
     def __init__(
         self,
         *,
@@ -1141,12 +1171,15 @@ class WorkerHello(_message.Message):
         engine: _builtins.str = ...,
         epoch: _builtins.int = ...,
         fenced: _abc.Iterable[Global___ProcessId] | None = ...,
+        drain: Global___DrainOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "ref", b"ref"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drain", b"_drain", "drain", b"drain", "load", b"load", "ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "block_size_bytes", b"block_size_bytes", "compatibility", b"compatibility", "compatibility_details", b"compatibility_details", "engine", b"engine", "epoch", b"epoch", "fenced", b"fenced", "host", b"host", "inventory", b"inventory", "load", b"load", "max_model_tokens", b"max_model_tokens", "metrics_address", b"metrics_address", "model", b"model", "pid", b"pid", "pool", b"pool", "ref", b"ref", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain", b"_drain", "block_size", b"block_size", "block_size_bytes", b"block_size_bytes", "compatibility", b"compatibility", "compatibility_details", b"compatibility_details", "drain", b"drain", "engine", b"engine", "epoch", b"epoch", "fenced", b"fenced", "host", b"host", "inventory", b"inventory", "load", b"load", "max_model_tokens", b"max_model_tokens", "metrics_address", b"metrics_address", "model", b"model", "pid", b"pid", "pool", b"pool", "ref", b"ref", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__drain: _TypeAlias = _typing.Literal["drain"]  # noqa: Y015
+    _WhichOneofArgType__drain: _TypeAlias = _typing.Literal["_drain", b"_drain"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drain) -> _WhichOneofReturnType__drain | None: ...
 
 Global___WorkerHello: _TypeAlias = WorkerHello  # noqa: Y015
 
@@ -1422,6 +1455,54 @@ class LegReleased(_message.Message):
 Global___LegReleased: _TypeAlias = LegReleased  # noqa: Y015
 
 @_typing.final
+class WorkerLeft(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerLeft: _TypeAlias = WorkerLeft  # noqa: Y015
+
+@_typing.final
+class DrainOrder(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    THEN_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    MIGRATE_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    then: Global___AfterDrain.ValueType
+    pool: _builtins.str
+    migrate: _builtins.bool
+    deadline_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        then: Global___AfterDrain.ValueType = ...,
+        pool: _builtins.str = ...,
+        migrate: _builtins.bool = ...,
+        deadline_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "deadline_ms", b"deadline_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "deadline_ms", b"deadline_ms", "migrate", b"migrate", "pool", b"pool", "then", b"then", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
+    _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deadline_ms) -> _WhichOneofReturnType__deadline_ms | None: ...
+
+Global___DrainOrder: _TypeAlias = DrainOrder  # noqa: Y015
+
+@_typing.final
 class PeerFenced(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1511,6 +1592,8 @@ class Command(_message.Message):
     SENDER_STOPPED_FIELD_NUMBER: _builtins.int
     PEER_LOST_FIELD_NUMBER: _builtins.int
     SEND_BLOCK_SNAPSHOT_FIELD_NUMBER: _builtins.int
+    START_DRAIN_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
     BODY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     @_builtins.property
@@ -1536,6 +1619,10 @@ class Command(_message.Message):
     @_builtins.property
     def send_block_snapshot(self) -> Global___SendBlockSnapshot: ...
     @_builtins.property
+    def start_drain(self) -> Global___StartDrain: ...
+    @_builtins.property
+    def leave(self) -> Global___Leave: ...
+    @_builtins.property
     def body(self) -> Global___RequestBody:
         """With Reserve, Prefill and RunLocal."""
 
@@ -1553,13 +1640,15 @@ class Command(_message.Message):
         sender_stopped: Global___SenderStopped | None = ...,
         peer_lost: Global___PeerLost | None = ...,
         send_block_snapshot: Global___SendBlockSnapshot | None = ...,
+        start_drain: Global___StartDrain | None = ...,
+        leave: Global___Leave | None = ...,
         body: Global___RequestBody | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_leg", b"cancel_leg", "command", b"command", "peer_lost", b"peer_lost", "prefill", b"prefill", "reserve", b"reserve", "run_local", b"run_local", "send_block_snapshot", b"send_block_snapshot", "sender_stopped", b"sender_stopped", "worker", b"worker", "worker_refused", b"worker_refused", "worker_welcome", b"worker_welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_leg", b"cancel_leg", "command", b"command", "leave", b"leave", "peer_lost", b"peer_lost", "prefill", b"prefill", "reserve", b"reserve", "run_local", b"run_local", "send_block_snapshot", b"send_block_snapshot", "sender_stopped", b"sender_stopped", "start_drain", b"start_drain", "worker", b"worker", "worker_refused", b"worker_refused", "worker_welcome", b"worker_welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_leg", b"cancel_leg", "command", b"command", "epoch", b"epoch", "peer_lost", b"peer_lost", "prefill", b"prefill", "reserve", b"reserve", "run_local", b"run_local", "send_block_snapshot", b"send_block_snapshot", "sender_stopped", b"sender_stopped", "worker", b"worker", "worker_refused", b"worker_refused", "worker_welcome", b"worker_welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_leg", b"cancel_leg", "command", b"command", "epoch", b"epoch", "leave", b"leave", "peer_lost", b"peer_lost", "prefill", b"prefill", "reserve", b"reserve", "run_local", b"run_local", "send_block_snapshot", b"send_block_snapshot", "sender_stopped", b"sender_stopped", "start_drain", b"start_drain", "worker", b"worker", "worker_refused", b"worker_refused", "worker_welcome", b"worker_welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["worker_welcome", "worker_refused", "reserve", "prefill", "run_local", "cancel_leg", "sender_stopped", "peer_lost", "send_block_snapshot"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["worker_welcome", "worker_refused", "reserve", "prefill", "run_local", "cancel_leg", "sender_stopped", "peer_lost", "send_block_snapshot", "start_drain", "leave"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -1781,3 +1870,45 @@ class SendBlockSnapshot(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SendBlockSnapshot: _TypeAlias = SendBlockSnapshot  # noqa: Y015
+
+@_typing.final
+class StartDrain(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORDER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def order(self) -> Global___DrainOrder: ...
+    def __init__(
+        self,
+        *,
+        order: Global___DrainOrder | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartDrain: _TypeAlias = StartDrain  # noqa: Y015
+
+@_typing.final
+class Leave(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    THEN_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    then: Global___AfterDrain.ValueType
+    pool: _builtins.str
+    def __init__(
+        self,
+        *,
+        then: Global___AfterDrain.ValueType = ...,
+        pool: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "then", b"then"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Leave: _TypeAlias = Leave  # noqa: Y015
