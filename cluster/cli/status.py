@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from baton.v1 import admin_pb2
+from cluster.cli.admission_status import admission_json, admission_text
 from cluster.cli.tables import format_bytes, format_table
 from cluster.core.links import slow_link_text
 
@@ -44,6 +45,7 @@ def status_json(status: admin_pb2.GetStatusResponse) -> dict[str, Any]:
             }
             for link in status.links
         ],
+        "admission": admission_json(status.admission),
     }
 
 
@@ -64,6 +66,7 @@ def status_text(status: admin_pb2.GetStatusResponse) -> str:
         del lines[: len(pool.workers)]
     if status.links:
         parts.append(_links_text(status))
+    parts += admission_text(status)
     return "\n\n".join(parts)
 
 

@@ -11,6 +11,7 @@ from typing import Final
 
 from cluster.core.config_reader import Locate, Section
 from cluster.core.ids import Role
+from cluster.core.tenant_config import SloConfig, TenantsConfig, parse_slo, parse_tenants
 
 VERSION: Final = 1
 MODEL_PRESETS: Final = ("smollm2-135m-instruct", "gemma-3-270m")
@@ -175,6 +176,8 @@ class ClusterConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
     journal: JournalConfig = field(default_factory=JournalConfig)
+    slo: SloConfig = field(default_factory=SloConfig)
+    tenants: TenantsConfig = field(default_factory=TenantsConfig)
 
     def pool(self, name: str) -> PoolConfig | None:
         """The pool of that name, None if there is none."""
@@ -206,6 +209,8 @@ def parse_cluster_config(data: object, source: str, locate: Locate) -> ClusterCo
         metrics=_parse_metrics(root.section("metrics"), sum(pool.replicas for pool in pools)),
         coordinator=_parse_coordinator(root.section("coordinator")),
         journal=_parse_journal(root.section("journal")),
+        slo=parse_slo(root.section("slo")),
+        tenants=parse_tenants(root),
     )
     root.finish()
     return config

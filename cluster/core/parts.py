@@ -15,6 +15,7 @@ from cluster.core.prefix_map import PrefixMap
 from cluster.core.queue import RequestQueue
 from cluster.core.rebuild import RebuildWindow
 from cluster.core.requests import RequestTable
+from cluster.core.tenants import TenantTable
 from cluster.core.timers import Timers
 from cluster.core.workers import WorkerRegistry
 
@@ -27,6 +28,7 @@ class Parts:
     outbox: Outbox
     queue: RequestQueue
     workers: WorkerRegistry
+    tenants: TenantTable
     requests: RequestTable = field(default_factory=RequestTable)
     attempts: AttemptTable = field(default_factory=AttemptTable)
     leases: LeaseLedger = field(default_factory=LeaseLedger)
@@ -45,6 +47,7 @@ class Parts:
             outbox=Outbox(epoch),
             queue=RequestQueue(config.coordinator.queue_limit),
             workers=WorkerRegistry(config),
+            tenants=TenantTable(config.tenants),
         )
 
     def next_lease_id(self) -> int:

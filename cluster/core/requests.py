@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from cluster.core.ids import AttemptId, FrontId, Outcome, WorkerId
+from cluster.core.ids import AttemptId, FrontId, Outcome, RefusalCause, WorkerId
 from cluster.core.limits import MAX_REMEMBERED_ATTEMPTS
 
 
@@ -59,12 +59,23 @@ class Failure:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartBy:
+    """By then it must have a place, or its first token cannot come within a limit: which one, and how long that is."""
+
+    due_ns: int
+    cause: RefusalCause
+    limit_ms: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Request:
     """One request that has not ended.
 
     Attributes:
         rank: order of admission; kept for life.
+        tenant: whom it counts for. cost_tokens: what its tenant is charged for it. is_charged: whether it has been, for
+            the turn it had.
         chain: packed hashes of the blocks that its prompt can find in a cache (its last token is computed always).
         deadline_ns: the client's deadline. phase_deadline_ns: when this phase must be over. None where there is none.
         queued_ns: when it entered the queue; a refused reservation does not change it.
@@ -75,6 +86,7 @@ class Request:
         num_delivered: output tokens of one of them that its client has, and the next attempt reads first.
         num_unshared: such tokens of the others beyond these.
         excluded: decode workers not to be asked, until when.
+        start_by: until its first place, None if nothing but the queue's timeout limits its wait.
         waiting_for: why it has no place, in words.
     """
 
@@ -89,6 +101,10 @@ class Request:
     deadline_ns: int | None
     phase_deadline_ns: int | None
     phase: Phase = Phase.QUEUED
+    tenant: str = ""
+    cost_tokens: int = 0
+    is_charged: bool = False
+    start_by: StartBy | None = None
     chain: bytes = b""
     num_choices: int = 1
     attempt: int = 0
@@ -122,6 +138,11 @@ class Request:
         if self.phase_deadline_ns is None:
             return self.deadline_ns
         return min(self.deadline_ns, self.phase_deadline_ns)
+
+    def wait_until_ns(self, queue_timeout_ns: int) -> int:
+        """How long it may stay in the queue, which it entered at `queued_ns`."""
+        timeout_ns = self.queued_ns + queue_timeout_ns
+        return timeout_ns if self.start_by is None else min(timeout_ns, self.start_by.due_ns)
 
     def enter(self, phase: Phase, phase_deadline_ns: int | None = None) -> None:
         assert phase in _NEXT_PHASES[self.phase], f"{self.request_id}: {self.phase.name} -> {phase.name}"

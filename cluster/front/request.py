@@ -21,7 +21,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import assert_never
 
-from cluster.core.ids import Outcome, WorkerId
+from cluster.core.ids import Outcome, RefusalCause, WorkerId
 from cluster.core.limits import MAX_ATTEMPTS_PER_LIFE, NS_PER_MS, NS_PER_S
 from cluster.core.messages import (
     AttemptFailed,
@@ -131,6 +131,7 @@ class FrontRequest:
             num_delivered=progress.num_delivered,
             num_unshared=progress.num_unshared,
             num_failures=self._num_failures,
+            tenant=self.spec.tenant,
         )
 
     def next_deadline_ns(self) -> int | None:
@@ -217,6 +218,7 @@ class FrontRequest:
                 message.reason,
                 retry_after_ms=message.retry_after_ms,
                 is_duplicate=message.is_duplicate,
+                cause=message.cause,
             )
             return
         if message.epoch < self._epoch:
@@ -379,7 +381,7 @@ class FrontRequest:
             self._cancel(out, Outcome.DEADLINE_EXCEEDED, "the client's deadline was reached")
         elif _is_due(self._latency_due_ns(), now_ns):
             reason = f"no token came within max_latency_ms ({self.spec.max_latency_ms})"
-            self._cancel(out, Outcome.REJECTED_OVERLOAD, reason)
+            self._cancel(out, Outcome.REJECTED_OVERLOAD, reason, RefusalCause.MAX_LATENCY)
         elif _is_due(self._stream_due_ns(), now_ns):
             self._report_stream_lost(out)
         if self.phase is not Phase.ENDED and _is_due(self._coordinator_due_ns(), now_ns):
@@ -462,10 +464,10 @@ class FrontRequest:
         out.append(ToCoordinator(message=done))
         self._end(out, outcome, "")
 
-    def _cancel(self, out: list[Effect], outcome: Outcome, reason: str) -> None:
+    def _cancel(self, out: list[Effect], outcome: Outcome, reason: str, cause: RefusalCause | None = None) -> None:
         message = CancelRequest(request_id=self.spec.request_id, outcome=outcome, reason=reason)
         out.append(ToCoordinator(message=message))
-        self._end(out, outcome, reason)
+        self._end(out, outcome, reason, cause=cause)
 
     def _end(
         self,
@@ -475,6 +477,7 @@ class FrontRequest:
         *,
         retry_after_ms: int | None = None,
         is_duplicate: bool = False,
+        cause: RefusalCause | None = None,
     ) -> None:
         report = self._timeline.report(
             num_output_tokens=self._answers.num_output_tokens,
@@ -483,7 +486,14 @@ class FrontRequest:
         self._drop_legs(out)
         self.phase = Phase.ENDED
         out.append(
-            End(outcome=outcome, reason=reason, retry_after_ms=retry_after_ms, report=report, is_duplicate=is_duplicate)
+            End(
+                outcome=outcome,
+                reason=reason,
+                retry_after_ms=retry_after_ms,
+                report=report,
+                is_duplicate=is_duplicate,
+                cause=cause,
+            )
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cluster.core.attempts import Attempt, Leg, LegState
+from cluster.core.handlers.accounting import demand_for
 from cluster.core.handlers.ending import watch_deadline, withdraw_attempt
 from cluster.core.ids import Outcome, Role, WorkerId
 from cluster.core.leases import Lease, Side
@@ -13,7 +14,7 @@ from cluster.core.requests import Phase, Request
 from cluster.core.timers import TimerKey, TimerKind
 from cluster.core.workers import Worker
 from cluster.policy.candidates import MAX_HOLDERS, candidates_of
-from cluster.policy.placement import Candidates, Demand, Placement, Wait, demand_of, place
+from cluster.policy.placement import Candidates, Demand, Placement, Wait, place
 
 
 def place_waiting(parts: Parts, now_ns: int) -> None:
@@ -22,19 +23,13 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
         request = parts.requests.get(request_id)
         assert request is not None and request.phase is Phase.QUEUED
         request.excluded = {worker: until for worker, until in request.excluded.items() if until > now_ns}
-        num_left = request.max_tokens - request.num_delivered
-        demand = demand_of(
-            request.num_read_tokens,
-            num_left,
-            parts.config.kv.block_size,
-            num_choices=request.num_choices,
-            num_unshared=request.num_unshared,
-        )
+        demand = demand_for(parts, request)
         decision = place(demand, _candidates(parts, request), request.excluded, _why_local(parts, request))
         if isinstance(decision, Wait):
             request.waiting_for = decision.reason
             return
-        parts.queue.remove(request_id)
+        parts.queue.serve(request_id)
+        request.is_charged = True
         request.attempt = request.next_attempt
         request.waiting_for = ""
         if decision.prefill is None:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\"\x12\n\x10GetStatusRequest\"\xe1\x01\n\x11GetStatusResponse\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12#\n\x05pools\x18\x04 \x03(\x0b\x32\x14.baton.v1.PoolStatus\x12\x12\n\nnum_queued\x18\x05 \x01(\r\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x12\n\nnum_fronts\x18\x07 \x01(\r\x12\x10\n\x08uptime_s\x18\x08 \x01(\x02\x12#\n\x05links\x18\t \x03(\x0b\x32\x14.baton.v1.LinkStatusJ\x04\x08\n\x10\x10\"\x89\x01\n\nLinkStatus\x12\x0e\n\x06writer\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x1d\n\x15\x62\x61ndwidth_bytes_per_s\x18\x04 \x01(\x04\x12\x1a\n\x12median_bytes_per_s\x18\x05 \x01(\x04\x12\x0f\n\x07is_slow\x18\x06 \x01(\x08\"j\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x17\n\x0fwanted_replicas\x18\x03 \x01(\r\x12\'\n\x07workers\x18\x04 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\"\xe1\x02\n\x0cWorkerStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x13\n\x0bnum_running\x18\x07 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x08 \x01(\r\x12%\n\x06\x62locks\x18\t \x01(\x0b\x32\x15.baton.v1.BlockCounts\x12\x18\n\x10heartbeat_age_ms\x18\n \x01(\r\x12\x15\n\rtoken_address\x18\x0b \x01(\t\x12\x12\n\ntransports\x18\x0c \x03(\t\x12\x31\n\x0cprefix_cache\x18\r \x01(\x0b\x32\x1b.baton.v1.PrefixCacheStatus\x12\x17\n\x0fmetrics_address\x18\x0e \x01(\t\x12\x0e\n\x06\x65ngine\x18\x0f \x01(\tJ\x04\x08\x10\x10\x14\"q\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x61\x63tive\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\r\x12\x10\n\x08reserved\x18\x05 \x01(\r\x12\x13\n\x0bquarantined\x18\x06 \x01(\r\"Q\n\x11PrefixCacheStatus\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x14\n\x0cquery_tokens\x18\x02 \x01(\x04\x12\x12\n\nhit_tokens\x18\x03 \x01(\x04\"\x12\n\x10GetLeasesRequest\":\n\x11GetLeasesResponse\x12%\n\x06leases\x18\x01 \x03(\x0b\x32\x15.baton.v1.LeaseStatus\"\xbe\x01\n\x0bLeaseStatus\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x0e\n\x06worker\x18\x04 \x01(\t\x12\x0c\n\x04peer\x18\x05 \x01(\t\x12\x0c\n\x04side\x18\x06 \x01(\t\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x12\n\nsize_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06\x61ge_ms\x18\t \x01(\r\x12\x14\n\x0cremaining_ms\x18\n \x01(\r2\x93\x01\n\x05\x41\x64min\x12\x44\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x1b.baton.v1.GetStatusResponse\x12\x44\n\tGetLeases\x12\x1a.baton.v1.GetLeasesRequest\x1a\x1b.baton.v1.GetLeasesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\"\x12\n\x10GetStatusRequest\"\x9b\x02\n\x11GetStatusResponse\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12#\n\x05pools\x18\x04 \x03(\x0b\x32\x14.baton.v1.PoolStatus\x12\x12\n\nnum_queued\x18\x05 \x01(\r\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x12\n\nnum_fronts\x18\x07 \x01(\r\x12\x10\n\x08uptime_s\x18\x08 \x01(\x02\x12#\n\x05links\x18\t \x03(\x0b\x32\x14.baton.v1.LinkStatus\x12,\n\tadmission\x18\x0c \x01(\x0b\x32\x19.baton.v1.AdmissionStatusJ\x04\x08\n\x10\x0bJ\x04\x08\x0b\x10\x0cJ\x04\x08\r\x10\x10\"\xbe\x01\n\x0f\x41\x64missionStatus\x12\x13\n\x0bqueue_limit\x18\x01 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x02 \x01(\x04\x12(\n\x08refusals\x18\x03 \x03(\x0b\x32\x16.baton.v1.RefusalCount\x12\'\n\x07tenants\x18\x04 \x03(\x0b\x32\x16.baton.v1.TenantStatus\x12\x18\n\x0bslo_ttft_ms\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_slo_ttft_ms\",\n\x0cRefusalCount\x12\r\n\x05\x63\x61use\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"\x88\x02\n\x0cTenantStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x02\x12\x12\n\nnum_queued\x18\x03 \x01(\r\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x11\n\tnum_ended\x18\x05 \x01(\x04\x12\x13\n\x0bnum_refused\x18\x06 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x08 \x01(\x04\x12\x1e\n\x16\x65xpected_output_tokens\x18\t \x01(\r\x12)\n\x05quota\x18\n \x01(\x0b\x32\x15.baton.v1.QuotaStatusH\x00\x88\x01\x01\x42\x08\n\x06_quota\"O\n\x0bQuotaStatus\x12\x14\n\x0ctokens_per_s\x18\x01 \x01(\x04\x12\x14\n\x0c\x62urst_tokens\x18\x02 \x01(\x04\x12\x14\n\x0clevel_tokens\x18\x03 \x01(\x03\"\x89\x01\n\nLinkStatus\x12\x0e\n\x06writer\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x1d\n\x15\x62\x61ndwidth_bytes_per_s\x18\x04 \x01(\x04\x12\x1a\n\x12median_bytes_per_s\x18\x05 \x01(\x04\x12\x0f\n\x07is_slow\x18\x06 \x01(\x08\"j\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x17\n\x0fwanted_replicas\x18\x03 \x01(\r\x12\'\n\x07workers\x18\x04 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\"\xe1\x02\n\x0cWorkerStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x13\n\x0bnum_running\x18\x07 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x08 \x01(\r\x12%\n\x06\x62locks\x18\t \x01(\x0b\x32\x15.baton.v1.BlockCounts\x12\x18\n\x10heartbeat_age_ms\x18\n \x01(\r\x12\x15\n\rtoken_address\x18\x0b \x01(\t\x12\x12\n\ntransports\x18\x0c \x03(\t\x12\x31\n\x0cprefix_cache\x18\r \x01(\x0b\x32\x1b.baton.v1.PrefixCacheStatus\x12\x17\n\x0fmetrics_address\x18\x0e \x01(\t\x12\x0e\n\x06\x65ngine\x18\x0f \x01(\tJ\x04\x08\x10\x10\x14\"q\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x61\x63tive\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\r\x12\x10\n\x08reserved\x18\x05 \x01(\r\x12\x13\n\x0bquarantined\x18\x06 \x01(\r\"Q\n\x11PrefixCacheStatus\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x14\n\x0cquery_tokens\x18\x02 \x01(\x04\x12\x12\n\nhit_tokens\x18\x03 \x01(\x04\"\x12\n\x10GetLeasesRequest\":\n\x11GetLeasesResponse\x12%\n\x06leases\x18\x01 \x03(\x0b\x32\x15.baton.v1.LeaseStatus\"\xbe\x01\n\x0bLeaseStatus\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x0e\n\x06worker\x18\x04 \x01(\t\x12\x0c\n\x04peer\x18\x05 \x01(\t\x12\x0c\n\x04side\x18\x06 \x01(\t\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x12\n\nsize_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06\x61ge_ms\x18\t \x01(\r\x12\x14\n\x0cremaining_ms\x18\n \x01(\r2\x93\x01\n\x05\x41\x64min\x12\x44\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x1b.baton.v1.GetStatusResponse\x12\x44\n\tGetLeases\x12\x1a.baton.v1.GetLeasesRequest\x1a\x1b.baton.v1.GetLeasesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,23 +34,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=34
   _globals['_GETSTATUSREQUEST']._serialized_end=52
   _globals['_GETSTATUSRESPONSE']._serialized_start=55
-  _globals['_GETSTATUSRESPONSE']._serialized_end=280
-  _globals['_LINKSTATUS']._serialized_start=283
-  _globals['_LINKSTATUS']._serialized_end=420
-  _globals['_POOLSTATUS']._serialized_start=422
-  _globals['_POOLSTATUS']._serialized_end=528
-  _globals['_WORKERSTATUS']._serialized_start=531
-  _globals['_WORKERSTATUS']._serialized_end=884
-  _globals['_BLOCKCOUNTS']._serialized_start=886
-  _globals['_BLOCKCOUNTS']._serialized_end=999
-  _globals['_PREFIXCACHESTATUS']._serialized_start=1001
-  _globals['_PREFIXCACHESTATUS']._serialized_end=1082
-  _globals['_GETLEASESREQUEST']._serialized_start=1084
-  _globals['_GETLEASESREQUEST']._serialized_end=1102
-  _globals['_GETLEASESRESPONSE']._serialized_start=1104
-  _globals['_GETLEASESRESPONSE']._serialized_end=1162
-  _globals['_LEASESTATUS']._serialized_start=1165
-  _globals['_LEASESTATUS']._serialized_end=1355
-  _globals['_ADMIN']._serialized_start=1358
-  _globals['_ADMIN']._serialized_end=1505
+  _globals['_GETSTATUSRESPONSE']._serialized_end=338
+  _globals['_ADMISSIONSTATUS']._serialized_start=341
+  _globals['_ADMISSIONSTATUS']._serialized_end=531
+  _globals['_REFUSALCOUNT']._serialized_start=533
+  _globals['_REFUSALCOUNT']._serialized_end=577
+  _globals['_TENANTSTATUS']._serialized_start=580
+  _globals['_TENANTSTATUS']._serialized_end=844
+  _globals['_QUOTASTATUS']._serialized_start=846
+  _globals['_QUOTASTATUS']._serialized_end=925
+  _globals['_LINKSTATUS']._serialized_start=928
+  _globals['_LINKSTATUS']._serialized_end=1065
+  _globals['_POOLSTATUS']._serialized_start=1067
+  _globals['_POOLSTATUS']._serialized_end=1173
+  _globals['_WORKERSTATUS']._serialized_start=1176
+  _globals['_WORKERSTATUS']._serialized_end=1529
+  _globals['_BLOCKCOUNTS']._serialized_start=1531
+  _globals['_BLOCKCOUNTS']._serialized_end=1644
+  _globals['_PREFIXCACHESTATUS']._serialized_start=1646
+  _globals['_PREFIXCACHESTATUS']._serialized_end=1727
+  _globals['_GETLEASESREQUEST']._serialized_start=1729
+  _globals['_GETLEASESREQUEST']._serialized_end=1747
+  _globals['_GETLEASESRESPONSE']._serialized_start=1749
+  _globals['_GETLEASESRESPONSE']._serialized_end=1807
+  _globals['_LEASESTATUS']._serialized_start=1810
+  _globals['_LEASESTATUS']._serialized_end=2000
+  _globals['_ADMIN']._serialized_start=2003
+  _globals['_ADMIN']._serialized_end=2150
 # @@protoc_insertion_point(module_scope)

@@ -1,0 +1,156 @@
+"""Admission: a new request takes its place in the queue, or is refused."""
+
+from __future__ import annotations
+
+from cluster.core.handlers.accounting import expected_output, max_model_tokens, open_account
+from cluster.core.handlers.ending import enqueue, refuse_waiting
+from cluster.core.ids import FrontId, RefusalCause, Role
+from cluster.core.lane import Waiting
+from cluster.core.limits import MAX_LIVE_REQUESTS, NS_PER_MS
+from cluster.core.messages import Refused, Submit
+from cluster.core.parts import Parts
+from cluster.core.prefix_map import pack_chain
+from cluster.core.requests import Request, StartBy
+from cluster.core.tenants import Tenant
+from cluster.policy.admission import Admit, Arrival, Refuse, Situation, StartLimit, admit, retry_after_ms
+from cluster.policy.candidates import candidates_of
+from cluster.policy.first_token import Ahead, Capacity
+from cluster.policy.placement import demand_of
+
+
+def on_new_request(parts: Parts, now_ns: int, front: FrontId, message: Submit) -> None:
+    """Its id is not known. It may cost another one its place in a full queue."""
+    tenant = parts.tenants.of(message.tenant)
+    chain = pack_chain(message.block_hashes, (message.num_prompt_tokens - 1) // parts.config.kv.block_size)
+    num_expected = expected_output(parts, tenant, message.num_prompt_tokens, message.max_tokens)
+    cost_tokens = message.num_prompt_tokens + message.num_choices * num_expected
+    displaced = _displaced(parts, tenant, message)
+    ahead = parts.queue.ahead_of(tenant.name, message.priority, tenant.weight)
+    arrival = _arrival(parts, now_ns, tenant, message, chain, num_expected, cost_tokens)
+    decision = admit(arrival, situation(parts, ahead, can_displace=displaced is not None))
+    if isinstance(decision, Refuse):
+        _refuse(parts, front, tenant, message, decision)
+        return
+    if displaced is not None:
+        _displace(parts, now_ns, displaced)
+    _take_in(parts, now_ns, front, message, chain, cost_tokens, decision)
+
+
+def situation(parts: Parts, ahead: Waiting, *, can_displace: bool = False) -> Situation:
+    """The cluster as admission sees it: of the workers, a few."""
+    readers = parts.workers.with_role(Role.PREFILL) or parts.workers.with_role(Role.DECODE)
+    writers = parts.workers.with_role(Role.DECODE)
+    seed = parts.next_seed()
+    return Situation(
+        num_queued=len(parts.queue),
+        queue_limit=parts.queue.limit,
+        can_displace=can_displace,
+        num_live=len(parts.requests),
+        max_live=MAX_LIVE_REQUESTS,
+        max_model_tokens=max_model_tokens(parts),
+        max_prompt_blocks=parts.workers.max_decode_blocks,
+        slo_ttft_ms=parts.config.slo.ttft_ms,
+        ahead=Ahead(num_requests=ahead.num_requests, num_tokens=ahead.num_tokens),
+        capacity=Capacity(
+            num_readers=len(readers),
+            readers=candidates_of(readers, (), seed),
+            num_writers=len(writers),
+            writers=candidates_of(writers, (), seed),
+            usual_output_tokens=parts.tenants.usual_output.mean_tokens,
+            block_size=parts.config.kv.block_size,
+        ),
+    )
+
+
+def everything_waiting(parts: Parts) -> Waiting:
+    """Before one that would be the last of all."""
+    return Waiting(num_requests=len(parts.queue), num_tokens=parts.queue.num_tokens)
+
+
+def _arrival(
+    parts: Parts, now_ns: int, tenant: Tenant, message: Submit, chain: bytes, num_expected: int, cost_tokens: int
+) -> Arrival:
+    has_limit = parts.config.slo.ttft_ms is not None or (message.max_latency_ms, message.deadline_ms) != (None, None)
+    demand = demand_of(
+        message.num_prompt_tokens,
+        message.max_tokens,
+        parts.config.kv.block_size,
+        num_expected=num_expected,
+        num_choices=message.num_choices,
+    )
+    return Arrival(
+        num_prompt_tokens=message.num_prompt_tokens,
+        max_tokens=message.max_tokens,
+        num_choices=message.num_choices,
+        max_latency_ms=message.max_latency_ms,
+        deadline_ms=message.deadline_ms,
+        num_cached_tokens=_num_cached_tokens(parts, chain) if has_limit else 0,
+        num_blocks=max(1, demand.num_expected_blocks),
+        quota_wait_ms=0 if tenant.bucket is None else tenant.bucket.wait_ms(now_ns, cost_tokens),
+    )
+
+
+def _num_cached_tokens(parts: Parts, chain: bytes) -> int:
+    """Of the prompt, at the reader that holds most of it."""
+    role = Role.PREFILL if parts.workers.with_role(Role.PREFILL) else Role.DECODE
+    held = parts.prefixes.look_up(chain).longest(role, 1)
+    return max(held.values(), default=0) * parts.config.kv.block_size
+
+
+def _displaced(parts: Parts, tenant: Tenant, message: Submit) -> str | None:
+    """Who would have to go for the request to come in; None while there is room, or where nobody has to."""
+    if len(parts.queue) < parts.queue.limit:
+        return None
+    return parts.queue.displaced_by(tenant.name, message.priority, tenant.weight)
+
+
+def _displace(parts: Parts, now_ns: int, request_id: str) -> None:
+    request = parts.requests.get(request_id)
+    assert request is not None, "what waits is known"
+    reason = "the queue is full, and its tenant had more than its share of it"
+    after_ms = retry_after_ms(situation(parts, everything_waiting(parts)))
+    refuse_waiting(parts, now_ns, request, RefusalCause.DISPLACED, reason, after_ms)
+
+
+def _refuse(parts: Parts, front: FrontId, tenant: Tenant, message: Submit, decision: Refuse) -> None:
+    parts.tenants.refuse(tenant, decision.cause)
+    refused = Refused(
+        request_id=message.request_id,
+        outcome=decision.outcome,
+        reason=decision.reason,
+        retry_after_ms=decision.retry_after_ms,
+        cause=decision.cause,
+    )
+    parts.outbox.to_front(front, refused)
+    parts.outbox.drop_body(message.request_id)
+
+
+def _take_in(
+    parts: Parts, now_ns: int, front: FrontId, message: Submit, chain: bytes, cost_tokens: int, decision: Admit
+) -> None:
+    request = Request(
+        request_id=message.request_id,
+        front=front,
+        rank=parts.requests.next_rank(),
+        num_prompt_tokens=message.num_prompt_tokens,
+        max_tokens=message.max_tokens,
+        num_choices=message.num_choices,
+        priority=message.priority,
+        tenant=message.tenant,
+        cost_tokens=cost_tokens,
+        start_by=None if decision.start is None else _start_by(now_ns, decision.start),
+        submitted_ns=now_ns,
+        queued_ns=now_ns,
+        deadline_ns=None if message.deadline_ms is None else now_ns + message.deadline_ms * NS_PER_MS,
+        phase_deadline_ns=None,
+        attempt_floor=max(message.attempt_floor, parts.requests.last_attempt(message.request_id)),
+        chain=chain,
+    )
+    request.phase_deadline_ns = request.wait_until_ns(parts.queue_timeout_ns)
+    parts.requests.add(request)
+    open_account(parts, now_ns, request)
+    enqueue(parts, request)
+
+
+def _start_by(now_ns: int, start: StartLimit) -> StartBy:
+    return StartBy(due_ns=now_ns + int(start.within_ms * NS_PER_MS), cause=start.cause, limit_ms=start.limit_ms)
