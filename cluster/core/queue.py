@@ -96,8 +96,8 @@ class RequestQueue:
     # ---- for decisions on new requests ----
 
     def ahead_of(self, tenant: str, priority: int, weight: float) -> Waiting:
-        """What is expected to have its turn before a new request: of its own tenant, and of the others what they have
-        a claim to until then."""
+        """What is expected to have its turn before a new request: of its own tenant, and of the others that wait now
+        what they have a claim to until then, as they will go on asking."""
         lane = self._lanes.get(tenant)
         ahead = Waiting() if lane is None else lane.before(priority)
         turn = self._share.counter(tenant) + ahead.cost_tokens / weight
@@ -105,9 +105,9 @@ class RequestQueue:
             if name == tenant:
                 continue
             claim_tokens = (turn - self._share.counter(name)) * other.weight
-            total = other.total()
             if claim_tokens > 0:
-                ahead.add(total, min(1.0, claim_tokens / total.cost_tokens))
+                total = other.total()
+                ahead.add(total, claim_tokens / total.cost_tokens)
         return ahead
 
     def displaced_by(self, tenant: str, priority: int, weight: float) -> str | None:

@@ -160,7 +160,8 @@ def _in_time(arrival: Arrival, situation: Situation) -> Admit | Refuse:
         if refusal is not None:
             return refusal
     within_ms, cause, limit_ms = min(
-        ((limit_ms - first.read_ms, cause, limit_ms) for cause, limit_ms in limits), key=lambda limit: limit[0]
+        ((limit_ms - first.backlog_ms - first.read_ms, cause, limit_ms) for cause, limit_ms in limits),
+        key=lambda limit: limit[0],
     )
     return Admit(start=StartLimit(within_ms=max(0.0, within_ms), cause=cause, limit_ms=limit_ms))
 
@@ -178,12 +179,13 @@ def _too_slow(cause: RefusalCause, limit_ms: int, first: FirstToken) -> Refuse |
     """An idle cluster takes what is too long for its own limit, as that keeps nobody waiting. It also means that costs
     which were measured on a bad day, and would have everything refused, are measured again."""
     is_never = first.read_ms > limit_ms
-    if first.total_ms <= limit_ms or (cause is RefusalCause.SLO and first.wait_ms <= 0):
+    if first.latest_ms <= limit_ms or (cause is RefusalCause.SLO and first.wait_ms <= 0):
         return None
-    reason = f"the first token is expected in {first.total_ms:.0f} ms, {limit_text(cause, limit_ms)}"
+    times = f"{first.total_ms:.0f}" + (f" to {first.latest_ms:.0f}" if first.wait_ms > 0 else "")
+    reason = f"the first token is expected in {times} ms, {limit_text(cause, limit_ms)}"
     if is_never and cause is not RefusalCause.SLO:
         return _overload(cause, reason, None)
-    return _overload(cause, reason, _bounded_ms(min(first.wait_ms, first.total_ms - limit_ms)))
+    return _overload(cause, reason, _bounded_ms(min(first.wait_ms, first.latest_ms - limit_ms)))
 
 
 def _bounded_ms(wait_ms: float) -> int:

@@ -1,15 +1,19 @@
 """When a new request should have its first token, from the costs that workers have measured of their own steps.
 
-It waits until those before it have been read, and until as many answers have ended as are needed for it to have a
-place; the longer of the two counts. Then comes what its reader has still to read, and its own prompt.
+It waits in the queue until those before it have been read, and until as many answers have ended as are needed for it to
+have a place; the longer of the two counts. Then comes what its reader has still to read, and its own prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from cluster.policy.costs import WorkerLike, mean_ms_per_token, tpot_ms, usual_costs
+
+WAIT_MARGIN: Final = 2
+"""Answers end when they end, and others may come with a better claim: a wait may well be so many times as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +44,24 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:
-    """`wait_ms`: until its reader begins with it, `read_ms`: from then on."""
+    """`queue_ms`: until it has a place. `backlog_ms`: of what its reader reads before it. `read_ms`: its own prompt."""
 
-    wait_ms: float
+    queue_ms: float
+    backlog_ms: float
     read_ms: float
+
+    @property
+    def wait_ms(self) -> float:
+        return self.queue_ms + self.backlog_ms
 
     @property
     def total_ms(self) -> float:
         return self.wait_ms + self.read_ms
+
+    @property
+    def latest_ms(self) -> float:
+        """It will hardly be later than this."""
+        return WAIT_MARGIN * self.wait_ms + self.read_ms
 
 
 def predict(num_uncached_tokens: int, num_blocks: int, ahead: Ahead, capacity: Capacity) -> FirstToken | None:
@@ -62,7 +76,9 @@ def predict(num_uncached_tokens: int, num_blocks: int, ahead: Ahead, capacity: C
     backlog_ms = min(worker.backlog_tokens * (worker.ms_per_token or ms_per_token) for worker in capacity.readers)
     queue_ms = ahead.num_tokens * ms_per_token / capacity.num_readers
     place_ms = _place_ms(ahead.num_requests, num_blocks, capacity)
-    return FirstToken(wait_ms=max(queue_ms + backlog_ms, place_ms), read_ms=num_uncached_tokens * ms_per_token)
+    return FirstToken(
+        queue_ms=max(queue_ms, place_ms), backlog_ms=backlog_ms, read_ms=num_uncached_tokens * ms_per_token
+    )
 
 
 def _place_ms(num_ahead: float, num_blocks: int, capacity: Capacity) -> float:

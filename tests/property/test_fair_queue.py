@@ -92,7 +92,8 @@ def test_whatever_comes_and_goes_somebody_has_a_turn_and_nobody_is_lost(
             lane = [item for item in waiting.values() if item.tenant == waiting[head].tenant]
             assert waiting[head] == min(lane), "of a tenant's own, the first"
             ahead = queue.ahead_of(tenant, priority, WEIGHTS[tenant])
-            assert 0 <= ahead.num_tokens <= queue.num_tokens + 1e-6
+            own = sum(item.num_tokens for item in waiting.values() if item.tenant == tenant)
+            assert ahead.num_tokens >= own * (priority == -2), "the lowest priority comes after all of its own"
             victim = queue.displaced_by(tenant, priority, WEIGHTS[tenant])
             assert victim is None or victim in waiting
 
