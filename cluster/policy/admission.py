@@ -152,9 +152,11 @@ def _in_time(arrival: Arrival, situation: Situation) -> Admit | Refuse:
     """Refuses what cannot have its first token in time; otherwise says when it will be too late for that."""
     limits = _limits(arrival, situation)
     num_uncached_tokens = arrival.num_prompt_tokens - arrival.num_cached_tokens
-    first = predict(num_uncached_tokens, arrival.num_blocks, situation.ahead, situation.capacity) if limits else None
-    if first is None:
+    if not limits:
         return Admit()
+    first = predict(num_uncached_tokens, arrival.num_blocks, situation.ahead, situation.capacity)
+    if first is None:  # nothing is measured yet: only what has waited for that long is too late
+        first = FirstToken(queue_ms=0.0, backlog_ms=0.0, read_ms=0.0)
     for cause, limit_ms in limits:
         refusal = _too_slow(cause, limit_ms, first)
         if refusal is not None:
