@@ -13,24 +13,35 @@ what is resident of coordinator and front.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import pickle
 import random
+import resource
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import mean
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
 from typing import Any, Final
 from unittest.mock import patch
 
+import grpc.aio
+
 from benchmarks.report import Report, arguments, at_least, at_most, finish
-from benchmarks.serving import percentile
+from benchmarks.serving import Client as ServingClient
+from benchmarks.serving import cluster_config, percentile, serving_cluster
 from cluster.core.ids import Outcome
+from cluster.live.local_processes import ClusterHandle
 from cluster.sim.client import Client
 from cluster.sim.engine_model import VOCABULARY_SIZE, StepCost
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
 from cluster.sim.scenario import Request, Scenario
 from cluster.sim.trace import Trace
 from cluster.sim.world import World
+from cluster.wire.channels import REFUSAL_CAUSE_TRAILER
 from engine.core.planning import StepBuilder
 from engine.core.sampling import SamplingParams
 from engine.core.sequence import Sequence
@@ -216,6 +227,92 @@ def _ended(client: Client) -> Ended:
     )
 
 
+# ---- real processes -------------------------------------------------------------------------------------------
+
+LIVE_PROMPT_TOKENS, LIVE_OUTPUT_TOKENS = (64, 192), (8, 48)
+LIVE_RATES: Final = (0.4, 0.6, 0.8, 1.0, 1.3)
+"""Of what one prefill worker could read alone."""
+TTFT_FACTOR, TPOT_FACTOR = 10.0, 4.0
+"""Limits are so many times what an unloaded cluster takes."""
+NUM_UNLOADED: Final = 8
+VOCABULARY: Final = range(100, 40_000)
+
+
+@contextmanager
+def live_cluster(**sections: Any) -> Iterator[ClusterHandle]:
+    pools = [
+        {"name": "prefill", "role": "prefill", "kv_memory": "256MiB"},
+        {"name": "decode", "role": "decode", "kv_memory": "512MiB", "max_running": 16},
+    ]
+    config = cluster_config(pools, model={"max_model_tokens": 512}, **sections)
+    with serving_cluster(config) as cluster:
+        yield cluster
+
+
+async def measure_unloaded(address: str) -> tuple[Limits, float]:
+    """The limits, and the rate at which one prompt after the other could be read."""
+    draw = random.Random(0)
+    ended = []
+    async with ServingClient(address) as client:
+        for number in range(NUM_UNLOADED + 2):
+            one = await _ask(client, draw, time.monotonic(), time.monotonic())
+            if number >= 2:  # the first ones find cold workers
+                ended.append(one)
+    ttft_ms = median(one.ttft_ms or 0.0 for one in ended)
+    tpot_ms = median(one.tpot_ms or 0.0 for one in ended)
+    return Limits(ttft_ms=TTFT_FACTOR * ttft_ms, tpot_ms=TPOT_FACTOR * tpot_ms), 1000 / ttft_ms
+
+
+async def drive(cluster: ClusterHandle, rate: float, duration_s: float, seed: int) -> Run:
+    """An open loop: requests come when they come, whatever has become of those before."""
+    draw, run = random.Random(seed), Run(rate=rate, duration_s=duration_s)
+    tasks: list[asyncio.Task[Ended]] = []
+    async with ServingClient(cluster.address) as client:
+        started_s = time.monotonic()
+        due_s = sample_s = 0.0
+        while due_s < duration_s:
+            await asyncio.sleep(max(0.0, started_s + due_s - time.monotonic()))
+            tasks.append(asyncio.create_task(_ask(client, draw, started_s, time.monotonic())))
+            if due_s >= sample_s:
+                run.memory_bytes.append(_resident_bytes(cluster))
+                sample_s += duration_s / NUM_MEMORY_SAMPLES
+            due_s += draw.expovariate(rate)
+        run.ended = list(await asyncio.gather(*tasks))
+    return run
+
+
+async def _ask(client: ServingClient, draw: random.Random, started_s: float, sent_s: float) -> Ended:
+    prompt = [draw.choice(VOCABULARY) for _ in range(draw.randint(*LIVE_PROMPT_TOKENS))]
+    tenant, num_tokens = _tenant(draw), draw.randint(*LIVE_OUTPUT_TOKENS)
+    outcome, refusal, ttft_ms, tpot_ms = Outcome.LENGTH, "", None, None
+    try:
+        trace = await client.generate(prompt, tenant=tenant, max_tokens=num_tokens, ignore_eos=True)
+    except grpc.aio.AioRpcError as error:
+        trailers = dict(error.trailing_metadata() or ())
+        is_refused = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        outcome = Outcome.REJECTED_OVERLOAD if is_refused else Outcome.INTERNAL
+        refusal = str(trailers.get(REFUSAL_CAUSE_TRAILER, error.code().name))
+    else:
+        ttft_ms = trace.ttft_s * 1e3
+        tpot_ms = (trace.arrivals_s[-1] - trace.arrivals_s[0]) * 1e3 / max(1, num_tokens - 1)
+    return Ended(
+        tenant=tenant,
+        arrival_s=sent_s - started_s,
+        outcome=outcome,
+        ended_ms=(time.monotonic() - sent_s) * 1e3,
+        ttft_ms=ttft_ms,
+        tpot_ms=tpot_ms,
+        refusal=refusal,
+    )
+
+
+def _resident_bytes(cluster: ClusterHandle) -> int:
+    """Of the coordinator and the fronts: where requests come through and wait."""
+    processes = [*cluster.fronts.values(), *([] if cluster.coordinator is None else [cluster.coordinator])]
+    pages = [int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) for process in processes]
+    return sum(pages) * resource.getpagesize()
+
+
 # ---- the question ---------------------------------------------------------------------------------------------
 
 
@@ -256,11 +353,22 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _drive(cluster: ClusterHandle, rate: float, duration_s: float, seed: int) -> Run:
+    return asyncio.run(drive(cluster, rate, duration_s, seed))
+
+
 def main() -> None:
     args = parse()
     report = Report("overload")
     search_s, overload_s = (QUICK_SEARCH_S, QUICK_OVERLOAD_S) if args.quick else (SEARCH_S, OVERLOAD_S)
-    evaluate(report, simulate, SIM_LIMITS, SIM_RATES, search_s, overload_s)
+    if args.live:
+        with live_cluster() as cluster:
+            limits, rate = asyncio.run(measure_unloaded(cluster.address))
+        with live_cluster(slo={"ttft_ms": int(limits.ttft_ms)}) as cluster:
+            rates = tuple(share * rate for share in LIVE_RATES)
+            evaluate(report, partial(_drive, cluster), limits, rates, search_s, overload_s)
+    else:
+        evaluate(report, simulate, SIM_LIMITS, SIM_RATES, search_s, overload_s)
     finish(report, args)
 
 
