@@ -230,7 +230,7 @@ def _ended(client: Client) -> Ended:
 # ---- real processes -------------------------------------------------------------------------------------------
 
 LIVE_PROMPT_TOKENS, LIVE_OUTPUT_TOKENS = (64, 192), (8, 48)
-LIVE_RATES: Final = (0.4, 0.6, 0.8, 1.0, 1.3)
+LIVE_RATES: Final = (0.5, 0.75, 1.0, 1.5, 2.0)
 """Of what one prefill worker could read alone."""
 TTFT_FACTOR, TPOT_FACTOR = 10.0, 4.0
 """Limits are so many times what an unloaded cluster takes."""

@@ -36,6 +36,11 @@ class Arrival:
     num_blocks: int = 1
     quota_wait_ms: int = 0
 
+    @property
+    def has_limit(self) -> bool:
+        """Of its own, on the time to its first token."""
+        return self.max_latency_ms is not None or self.deadline_ms is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
@@ -45,9 +50,9 @@ class Situation:
         num_queued, queue_limit: requests that wait, and the most that may. can_displace: whether one of them would go.
         num_live, max_live: requests known in all, and the most that may be.
         max_model_tokens: the longest prompt and answer any worker takes, None while unknown.
-        max_prompt_blocks: blocks of the largest decode worker, None while there is none.
+        max_prompt_blocks: blocks of the largest decode worker, None while there is none. block_size: their tokens.
         slo_ttft_ms: the cluster's limit on the time to a first token, None if it has none.
-        ahead: of those that wait, what comes before the new one.
+        ahead: of those that wait, what comes before the new one. capacity: of the workers.
     """
 
     num_queued: int
@@ -57,6 +62,7 @@ class Situation:
     max_live: int
     max_model_tokens: int | None
     max_prompt_blocks: int | None
+    block_size: int
     slo_ttft_ms: int | None
     ahead: Ahead
     capacity: Capacity
@@ -123,7 +129,7 @@ def _never_fits(arrival: Arrival, situation: Situation) -> Refuse | None:
         return _invalid(
             f"the prompt has {arrival.num_prompt_tokens} tokens, at most {situation.max_model_tokens - 1} can be read"
         )
-    num_blocks = -(-num_tokens // situation.capacity.block_size)
+    num_blocks = -(-num_tokens // situation.block_size)
     if situation.max_prompt_blocks is not None and num_blocks > situation.max_prompt_blocks:
         return _invalid(
             f"the prompt needs {num_blocks} KV blocks, the largest worker has {situation.max_prompt_blocks}"

@@ -34,6 +34,10 @@ class Capacity:
     block_size: int
 
 
+NOBODY: Final = Capacity(num_readers=0, readers=(), num_writers=0, writers=(), usual_output_tokens=0.0, block_size=1)
+"""Where nobody is asked: nothing can be predicted."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ahead:
     """What comes before a new request, as far as is expected: requests, and tokens to be read for them."""

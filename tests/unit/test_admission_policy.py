@@ -52,6 +52,7 @@ SITUATION = Situation(
     max_live=100,
     max_model_tokens=1024,
     max_prompt_blocks=50,
+    block_size=16,
     slo_ttft_ms=None,
     ahead=Ahead(),
     capacity=NOBODY,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from cluster.core.handlers.accounting import expected_output, max_model_tokens, open_account
 from cluster.core.handlers.ending import enqueue, refuse_waiting
 from cluster.core.ids import FrontId, RefusalCause, Role
@@ -14,7 +16,7 @@ from cluster.core.requests import Request, StartBy
 from cluster.core.tenants import Tenant
 from cluster.policy.admission import Admit, Arrival, Refuse, Situation, StartLimit, admit, retry_after_ms
 from cluster.policy.candidates import candidates_of
-from cluster.policy.first_token import Ahead, Capacity
+from cluster.policy.first_token import NOBODY, Ahead, Capacity
 from cluster.policy.placement import demand_of
 
 
@@ -25,9 +27,8 @@ def on_new_request(parts: Parts, now_ns: int, front: FrontId, message: Submit) -
     num_expected = expected_output(parts, tenant, message.num_prompt_tokens, message.max_tokens)
     cost_tokens = message.num_prompt_tokens + message.num_choices * num_expected
     displaced = _displaced(parts, tenant, message)
-    ahead = parts.queue.ahead_of(tenant.name, message.priority, tenant.weight)
     arrival = _arrival(parts, now_ns, tenant, message, chain, num_expected, cost_tokens)
-    decision = admit(arrival, situation(parts, ahead, can_displace=displaced is not None))
+    decision = admit(arrival, _situation_of(parts, tenant, message, arrival, can_displace=displaced is not None))
     if isinstance(decision, Refuse):
         _refuse(parts, front, tenant, message, decision)
         return
@@ -36,11 +37,17 @@ def on_new_request(parts: Parts, now_ns: int, front: FrontId, message: Submit) -
     _take_in(parts, now_ns, front, message, chain, cost_tokens, decision)
 
 
-def situation(parts: Parts, ahead: Waiting, *, can_displace: bool = False) -> Situation:
-    """The cluster as admission sees it: of the workers, a few."""
-    readers = parts.workers.with_role(Role.PREFILL) or parts.workers.with_role(Role.DECODE)
-    writers = parts.workers.with_role(Role.DECODE)
-    seed = parts.next_seed()
+def _situation_of(parts: Parts, tenant: Tenant, message: Submit, arrival: Arrival, *, can_displace: bool) -> Situation:
+    """Nobody asks for predictions of a request without limits, if there is room for it."""
+    is_predicted = arrival.has_limit or parts.config.slo.ttft_ms is not None or len(parts.queue) >= parts.queue.limit
+    if not is_predicted:
+        return situation(parts, Waiting(), NOBODY)
+    ahead = parts.queue.ahead_of(tenant.name, message.priority, tenant.weight)
+    return situation(parts, ahead, _capacity(parts), can_displace=can_displace)
+
+
+def situation(parts: Parts, ahead: Waiting, capacity: Capacity, *, can_displace: bool = False) -> Situation:
+    """The cluster as admission sees it."""
     return Situation(
         num_queued=len(parts.queue),
         queue_limit=parts.queue.limit,
@@ -49,28 +56,47 @@ def situation(parts: Parts, ahead: Waiting, *, can_displace: bool = False) -> Si
         max_live=MAX_LIVE_REQUESTS,
         max_model_tokens=max_model_tokens(parts),
         max_prompt_blocks=parts.workers.max_decode_blocks,
+        block_size=parts.config.kv.block_size,
         slo_ttft_ms=parts.config.slo.ttft_ms,
         ahead=Ahead(num_requests=ahead.num_requests, num_tokens=ahead.num_tokens),
-        capacity=Capacity(
-            num_readers=len(readers),
-            readers=candidates_of(readers, (), seed),
-            num_writers=len(writers),
-            writers=candidates_of(writers, (), seed),
-            usual_output_tokens=parts.tenants.usual_output.mean_tokens,
-            block_size=parts.config.kv.block_size,
-        ),
+        capacity=capacity,
     )
 
 
-def everything_waiting(parts: Parts) -> Waiting:
-    """Before one that would be the last of all."""
-    return Waiting(num_requests=len(parts.queue), num_tokens=parts.queue.num_tokens)
+def retry_after_all_ms(parts: Parts) -> int:
+    """When everything that waits now should have been read."""
+    ahead = Waiting(num_requests=len(parts.queue), num_tokens=parts.queue.num_tokens)
+    return retry_after_ms(situation(parts, ahead, _capacity(parts)))
+
+
+def _capacity(parts: Parts) -> Capacity:
+    """Of the workers, a few."""
+    readers = parts.workers.with_role(Role.PREFILL) or parts.workers.with_role(Role.DECODE)
+    writers = parts.workers.with_role(Role.DECODE)
+    seed = parts.next_seed()
+    return Capacity(
+        num_readers=len(readers),
+        readers=candidates_of(readers, (), seed),
+        num_writers=len(writers),
+        writers=candidates_of(writers, (), seed),
+        usual_output_tokens=parts.tenants.usual_output.mean_tokens,
+        block_size=parts.config.kv.block_size,
+    )
 
 
 def _arrival(
     parts: Parts, now_ns: int, tenant: Tenant, message: Submit, chain: bytes, num_expected: int, cost_tokens: int
 ) -> Arrival:
-    has_limit = parts.config.slo.ttft_ms is not None or (message.max_latency_ms, message.deadline_ms) != (None, None)
+    arrival = Arrival(
+        num_prompt_tokens=message.num_prompt_tokens,
+        max_tokens=message.max_tokens,
+        num_choices=message.num_choices,
+        max_latency_ms=message.max_latency_ms,
+        deadline_ms=message.deadline_ms,
+        quota_wait_ms=0 if tenant.bucket is None else tenant.bucket.wait_ms(now_ns, cost_tokens),
+    )
+    if not arrival.has_limit and parts.config.slo.ttft_ms is None:
+        return arrival
     demand = demand_of(
         message.num_prompt_tokens,
         message.max_tokens,
@@ -78,15 +104,10 @@ def _arrival(
         num_expected=num_expected,
         num_choices=message.num_choices,
     )
-    return Arrival(
-        num_prompt_tokens=message.num_prompt_tokens,
-        max_tokens=message.max_tokens,
-        num_choices=message.num_choices,
-        max_latency_ms=message.max_latency_ms,
-        deadline_ms=message.deadline_ms,
-        num_cached_tokens=_num_cached_tokens(parts, chain) if has_limit else 0,
+    return dataclasses.replace(
+        arrival,
+        num_cached_tokens=_num_cached_tokens(parts, chain),
         num_blocks=max(1, demand.num_expected_blocks),
-        quota_wait_ms=0 if tenant.bucket is None else tenant.bucket.wait_ms(now_ns, cost_tokens),
     )
 
 
@@ -108,8 +129,7 @@ def _displace(parts: Parts, now_ns: int, request_id: str) -> None:
     request = parts.requests.get(request_id)
     assert request is not None, "what waits is known"
     reason = "the queue is full, and its tenant had more than its share of it"
-    after_ms = retry_after_ms(situation(parts, everything_waiting(parts)))
-    refuse_waiting(parts, now_ns, request, RefusalCause.DISPLACED, reason, after_ms)
+    refuse_waiting(parts, now_ns, request, RefusalCause.DISPLACED, reason, retry_after_all_ms(parts))
 
 
 def _refuse(parts: Parts, front: FrontId, tenant: Tenant, message: Submit, decision: Refuse) -> None:

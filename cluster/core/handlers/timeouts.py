@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.core.handlers.admitting import everything_waiting, situation
+from cluster.core.handlers.admitting import retry_after_all_ms
 from cluster.core.handlers.ending import current_attempt, end_request, fail_attempt, refuse_waiting, watch_deadline
 from cluster.core.handlers.placing import exclude_and_withdraw
 from cluster.core.handlers.rebuilding import on_window_due
@@ -12,7 +12,7 @@ from cluster.core.limits import NS_PER_MS
 from cluster.core.parts import Parts
 from cluster.core.requests import Failure, Phase, Request
 from cluster.core.timers import TimerKey, TimerKind
-from cluster.policy.admission import limit_text, retry_after_ms
+from cluster.policy.admission import limit_text
 
 
 def on_tick(parts: Parts, now_ns: int) -> None:
@@ -59,7 +59,7 @@ def _on_queue_timeout(parts: Parts, now_ns: int, request: Request) -> None:
         reason = f"{reason}; before that, {request.last_failure.reason}"
         end_request(parts, now_ns, request, request.last_failure.outcome, reason)
         return
-    after_ms = retry_after_ms(situation(parts, everything_waiting(parts)))
+    after_ms = retry_after_all_ms(parts)
     start_by = request.start_by
     if start_by is None or now_ns < start_by.due_ns:
         refuse_waiting(parts, now_ns, request, RefusalCause.NO_PLACE, reason, after_ms)
