@@ -212,14 +212,7 @@ class FrontRequest:
         if self.phase is Phase.CHECKING:
             return  # the last token has been delivered: the outcome is decided
         if isinstance(message, Refused):
-            self._end(
-                out,
-                message.outcome,
-                message.reason,
-                retry_after_ms=message.retry_after_ms,
-                is_duplicate=message.is_duplicate,
-                cause=message.cause,
-            )
+            self._end_as(out, message)
             return
         if message.epoch < self._epoch:
             return  # from a coordinator that has been replaced
@@ -381,7 +374,7 @@ class FrontRequest:
             self._cancel(out, Outcome.DEADLINE_EXCEEDED, "the client's deadline was reached")
         elif _is_due(self._latency_due_ns(), now_ns):
             reason = f"no token came within max_latency_ms ({self.spec.max_latency_ms})"
-            self._cancel(out, Outcome.REJECTED_OVERLOAD, reason, RefusalCause.MAX_LATENCY)
+            self._cancel(out, Outcome.REJECTED_OVERLOAD, reason, cause=RefusalCause.MAX_LATENCY)
         elif _is_due(self._stream_due_ns(), now_ns):
             self._report_stream_lost(out)
         if self.phase is not Phase.ENDED and _is_due(self._coordinator_due_ns(), now_ns):
@@ -467,34 +460,28 @@ class FrontRequest:
     def _cancel(self, out: list[Effect], outcome: Outcome, reason: str, cause: RefusalCause | None = None) -> None:
         message = CancelRequest(request_id=self.spec.request_id, outcome=outcome, reason=reason)
         out.append(ToCoordinator(message=message))
-        self._end(out, outcome, reason, cause=cause)
+        self._end(out, outcome, reason, cause)
 
-    def _end(
-        self,
-        out: list[Effect],
-        outcome: Outcome,
-        reason: str,
-        *,
-        retry_after_ms: int | None = None,
-        is_duplicate: bool = False,
-        cause: RefusalCause | None = None,
-    ) -> None:
+    def _end(self, out: list[Effect], outcome: Outcome, reason: str, cause: RefusalCause | None = None) -> None:
+        self._end_as(out, Refused(request_id=self.spec.request_id, outcome=outcome, reason=reason, cause=cause))
+
+    def _end_as(self, out: list[Effect], refused: Refused) -> None:
+        """The coordinator's refusal says all that there may be to say of an end; others say less."""
         report = self._timeline.report(
             num_output_tokens=self._answers.num_output_tokens,
             num_prompt_tokens=len(self.spec.body.prompt_ids),
         )
         self._drop_legs(out)
         self.phase = Phase.ENDED
-        out.append(
-            End(
-                outcome=outcome,
-                reason=reason,
-                retry_after_ms=retry_after_ms,
-                report=report,
-                is_duplicate=is_duplicate,
-                cause=cause,
-            )
+        end = End(
+            outcome=refused.outcome,
+            reason=refused.reason,
+            retry_after_ms=refused.retry_after_ms,
+            report=report,
+            is_duplicate=refused.is_duplicate,
+            cause=refused.cause,
         )
+        out.append(end)
 
 
 def ended_meanwhile(request_id: str) -> CancelRequest:
