@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 from cluster.core.handlers.accounting import expected_output, max_model_tokens, open_account
 from cluster.core.handlers.ending import enqueue, refuse_waiting
@@ -20,33 +21,52 @@ from cluster.policy.first_token import NOBODY, Ahead, Capacity
 from cluster.policy.placement import demand_of
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Newcomer:
+    """A request that is not known yet. `chain`: as in Request. `num_expected_tokens`: of each of its answers."""
+
+    front: FrontId
+    message: Submit
+    tenant: Tenant
+    chain: bytes
+    num_expected_tokens: int
+
+    @property
+    def cost_tokens(self) -> int:
+        return self.message.num_prompt_tokens + self.message.num_choices * self.num_expected_tokens
+
+
 def on_new_request(parts: Parts, now_ns: int, front: FrontId, message: Submit) -> None:
     """Its id is not known. It may cost another one its place in a full queue."""
     tenant = parts.tenants.of(message.tenant)
-    chain = pack_chain(message.block_hashes, (message.num_prompt_tokens - 1) // parts.config.kv.block_size)
-    num_expected = expected_output(parts, tenant, message.num_prompt_tokens, message.max_tokens)
-    cost_tokens = message.num_prompt_tokens + message.num_choices * num_expected
-    displaced = _displaced(parts, tenant, message)
-    arrival = _arrival(parts, now_ns, tenant, message, chain, num_expected, cost_tokens)
-    decision = admit(arrival, _situation_of(parts, tenant, message, arrival, can_displace=displaced is not None))
+    new = _Newcomer(
+        front=front,
+        message=message,
+        tenant=tenant,
+        chain=pack_chain(message.block_hashes, (message.num_prompt_tokens - 1) // parts.config.kv.block_size),
+        num_expected_tokens=expected_output(parts, tenant, message.num_prompt_tokens, message.max_tokens),
+    )
+    displaced = _displaced(parts, new)
+    arrival = _arrival(parts, now_ns, new)
+    decision = admit(arrival, _situation_of(parts, new, arrival, can_displace=displaced is not None))
     if isinstance(decision, Refuse):
-        _refuse(parts, front, tenant, message, decision)
+        _refuse(parts, new, decision)
         return
     if displaced is not None:
         _displace(parts, now_ns, displaced)
-    _take_in(parts, now_ns, front, message, chain, cost_tokens, decision)
+    _take_in(parts, now_ns, new, decision)
 
 
-def _situation_of(parts: Parts, tenant: Tenant, message: Submit, arrival: Arrival, *, can_displace: bool) -> Situation:
+def _situation_of(parts: Parts, new: _Newcomer, arrival: Arrival, *, can_displace: bool) -> Situation:
     """Nobody asks for predictions of a request without limits, if there is room for it."""
     is_predicted = arrival.has_limit or parts.config.slo.ttft_ms is not None or len(parts.queue) >= parts.queue.limit
     if not is_predicted:
-        return situation(parts, Waiting(), NOBODY)
-    ahead = parts.queue.ahead_of(tenant.name, message.priority, tenant.weight)
-    return situation(parts, ahead, _capacity(parts), can_displace=can_displace)
+        return _situation(parts, Waiting(), NOBODY)
+    ahead = parts.queue.ahead_of(new.tenant.name, new.message.priority, new.tenant.weight)
+    return _situation(parts, ahead, _capacity(parts), can_displace=can_displace)
 
 
-def situation(parts: Parts, ahead: Waiting, capacity: Capacity, *, can_displace: bool = False) -> Situation:
+def _situation(parts: Parts, ahead: Waiting, capacity: Capacity, *, can_displace: bool = False) -> Situation:
     """The cluster as admission sees it."""
     return Situation(
         num_queued=len(parts.queue),
@@ -66,7 +86,7 @@ def situation(parts: Parts, ahead: Waiting, capacity: Capacity, *, can_displace:
 def retry_after_all_ms(parts: Parts) -> int:
     """When everything that waits now should have been read."""
     ahead = Waiting(num_requests=len(parts.queue), num_tokens=parts.queue.num_tokens)
-    return retry_after_ms(situation(parts, ahead, _capacity(parts)))
+    return retry_after_ms(_situation(parts, ahead, _capacity(parts)))
 
 
 def _capacity(parts: Parts) -> Capacity:
@@ -84,16 +104,15 @@ def _capacity(parts: Parts) -> Capacity:
     )
 
 
-def _arrival(
-    parts: Parts, now_ns: int, tenant: Tenant, message: Submit, chain: bytes, num_expected: int, cost_tokens: int
-) -> Arrival:
+def _arrival(parts: Parts, now_ns: int, new: _Newcomer) -> Arrival:
+    message, bucket = new.message, new.tenant.bucket
     arrival = Arrival(
         num_prompt_tokens=message.num_prompt_tokens,
         max_tokens=message.max_tokens,
         num_choices=message.num_choices,
         max_latency_ms=message.max_latency_ms,
         deadline_ms=message.deadline_ms,
-        quota_wait_ms=0 if tenant.bucket is None else tenant.bucket.wait_ms(now_ns, cost_tokens),
+        quota_wait_ms=0 if bucket is None else bucket.wait_ms(now_ns, new.cost_tokens),
     )
     if not arrival.has_limit and parts.config.slo.ttft_ms is None:
         return arrival
@@ -101,12 +120,12 @@ def _arrival(
         message.num_prompt_tokens,
         message.max_tokens,
         parts.config.kv.block_size,
-        num_expected=num_expected,
+        num_expected=new.num_expected_tokens,
         num_choices=message.num_choices,
     )
     return dataclasses.replace(
         arrival,
-        num_cached_tokens=_num_cached_tokens(parts, chain),
+        num_cached_tokens=_num_cached_tokens(parts, new.chain),
         num_blocks=max(1, demand.num_expected_blocks),
     )
 
@@ -118,11 +137,11 @@ def _num_cached_tokens(parts: Parts, chain: bytes) -> int:
     return max(held.values(), default=0) * parts.config.kv.block_size
 
 
-def _displaced(parts: Parts, tenant: Tenant, message: Submit) -> str | None:
+def _displaced(parts: Parts, new: _Newcomer) -> str | None:
     """Who would have to go for the request to come in; None while there is room, or where nobody has to."""
     if len(parts.queue) < parts.queue.limit:
         return None
-    return parts.queue.displaced_by(tenant.name, message.priority, tenant.weight)
+    return parts.queue.displaced_by(new.tenant.name, new.message.priority, new.tenant.weight)
 
 
 def _displace(parts: Parts, now_ns: int, request_id: str) -> None:
@@ -132,39 +151,38 @@ def _displace(parts: Parts, now_ns: int, request_id: str) -> None:
     refuse_waiting(parts, now_ns, request, RefusalCause.DISPLACED, reason, retry_after_all_ms(parts))
 
 
-def _refuse(parts: Parts, front: FrontId, tenant: Tenant, message: Submit, decision: Refuse) -> None:
-    parts.tenants.refuse(tenant, decision.cause)
+def _refuse(parts: Parts, new: _Newcomer, decision: Refuse) -> None:
+    parts.tenants.refuse(new.tenant, decision.cause)
     refused = Refused(
-        request_id=message.request_id,
+        request_id=new.message.request_id,
         outcome=decision.outcome,
         reason=decision.reason,
         retry_after_ms=decision.retry_after_ms,
         cause=decision.cause,
     )
-    parts.outbox.to_front(front, refused)
-    parts.outbox.drop_body(message.request_id)
+    parts.outbox.to_front(new.front, refused)
+    parts.outbox.drop_body(new.message.request_id)
 
 
-def _take_in(
-    parts: Parts, now_ns: int, front: FrontId, message: Submit, chain: bytes, cost_tokens: int, decision: Admit
-) -> None:
+def _take_in(parts: Parts, now_ns: int, new: _Newcomer, decision: Admit) -> None:
+    message = new.message
     request = Request(
         request_id=message.request_id,
-        front=front,
+        front=new.front,
         rank=parts.requests.next_rank(),
         num_prompt_tokens=message.num_prompt_tokens,
         max_tokens=message.max_tokens,
         num_choices=message.num_choices,
         priority=message.priority,
         tenant=message.tenant,
-        cost_tokens=cost_tokens,
+        cost_tokens=new.cost_tokens,
         start_by=None if decision.start is None else _start_by(now_ns, decision.start),
         submitted_ns=now_ns,
         queued_ns=now_ns,
         deadline_ns=None if message.deadline_ms is None else now_ns + message.deadline_ms * NS_PER_MS,
         phase_deadline_ns=None,
         attempt_floor=max(message.attempt_floor, parts.requests.last_attempt(message.request_id)),
-        chain=chain,
+        chain=new.chain,
     )
     request.phase_deadline_ns = request.wait_until_ns(parts.queue_timeout_ns)
     parts.requests.add(request)
