@@ -69,8 +69,8 @@ def generate(seed: int) -> Scenario:
         queue_timeout_s=draw.choice((3.0, 10.0)),
         heartbeat_timeout_s=draw.choice((1.0, 3.0)),
         max_attempts=draw.choice((2, 3, 6)),
-        slo_ttft_ms=100 if seed % LIMITED_EVERY == 0 else None,
-        tenants=LIMITED_TENANTS if seed % LIMITED_EVERY == 1 else TenantsConfig(),
+        slo_ttft_ms=100 if seed % LIMITED_EVERY == 5 else None,
+        tenants=LIMITED_TENANTS if seed % LIMITED_EVERY == 6 else TenantsConfig(),
     )
     requests = _requests(draw, shape)
     faults = _faults(draw, shape, requests)
