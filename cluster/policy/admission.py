@@ -96,7 +96,7 @@ class Refuse:
 
 _LIMIT_NAMES: Final = {
     RefusalCause.MAX_LATENCY: "max_latency_ms",
-    RefusalCause.DEADLINE: "the time to its deadline",
+    RefusalCause.DEADLINE: "the time to its deadline in ms",
     RefusalCause.SLO: "the cluster's slo.ttft_ms",
 }
 
