@@ -81,6 +81,7 @@ class Client:
         *,
         trace: Trace | None = None,
         cache_salt: str = "",
+        tenant: str = "",
         stop: Sequence[str] = (),
         **sampling: Any,
     ) -> Trace:
@@ -89,6 +90,7 @@ class Client:
             token_ids=inference_pb2.TokenIds(ids=prompt_ids),
             sampling=inference_pb2.SamplingParams(**sampling),
             cache_salt=cache_salt,
+            tenant=tenant,
             stop=stop,
         )
         trace = trace or Trace(sent_s=time.monotonic())

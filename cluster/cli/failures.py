@@ -47,11 +47,14 @@ NUMBERS: Final = {
     "prompt_logprobs": "--prompt-logprobs",
 }
 """Sampling parameters that are one number, and the options of `baton generate` that set them."""
-_OPTIONS: Final = {
+OPTIONS: Final = {
     **{f"sampling.{name}": option for name, option in NUMBERS.items()},
     "sampling.stop_token_ids": "--stop-token-ids",
     "sampling.logit_bias": "--logit-bias",
     "stop": "--stop",
+    "tenant": "--tenant",
+    "priority": "--priority",
+    "max_latency_ms": "--max-latency",
     "prompt": "--prompt",
     "chat": "--chat",
     "chat.messages": "--chat",
@@ -135,7 +138,7 @@ def _in_own_words(code: grpc.StatusCode, reason: str, address: str) -> str | Non
 def _naming_the_option(reason: str) -> str | None:
     """A complaint about one of several values says which: a number from 1, or the token that a bias is for."""
     match = _FIELD.fullmatch(reason)
-    option = None if match is None else _OPTIONS.get(match[1])
+    option = None if match is None else OPTIONS.get(match[1])
     if match is None or option is None:
         return None
     which = ""

@@ -12,7 +12,7 @@ from typing import Final
 
 from baton.v1 import inference_pb2
 from cluster.cli.errors import INVALID, CommandError, fail
-from cluster.cli.failures import NUMBERS
+from cluster.cli.failures import NUMBERS, OPTIONS
 from cluster.cli.requests import Answer, Client, RequestFailed
 from cluster.cli.tables import format_bytes
 from cluster.core.limits import MAX_CHOICES
@@ -49,6 +49,9 @@ class GenerateOptions:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    tenant: str | None = None
+    priority: int | None = None
+    max_latency_ms: int | None = None
     as_json: bool = False
 
 
@@ -87,6 +90,11 @@ def build_request(options: GenerateOptions) -> inference_pb2.GenerateRequest:
         request.sampling.logit_bias[token_id] = value
     with _naming("--stop"):
         request.stop.extend(options.stop)
+    for name in ("tenant", "priority", "max_latency_ms"):
+        value = getattr(options, name)
+        if value is not None:
+            with _naming(OPTIONS[name]):
+                setattr(request, name, value)
     return request
 
 

@@ -64,6 +64,17 @@ Logprobs = Annotated[
 PromptLogprobs = Annotated[
     int | None, typer.Option("--prompt-logprobs", metavar="K", help="The same for the prompt's tokens; with --json.")
 ]
+Tenant = Annotated[
+    str | None, typer.Option("--tenant", metavar="NAME", help="Whose quota and share it counts for. Default: nobody's.")
+]
+Priority = Annotated[
+    int | None,
+    typer.Option("--priority", metavar="N", help="Higher goes first of its tenant's, -100 to 100. Default: 0."),
+]
+MaxLatencyMs = Annotated[
+    int | None,
+    typer.Option("--max-latency", metavar="MS", help="Refuse it if its first token would take longer. Default: never."),
+]
 TimeoutS = Annotated[
     float | None,
     typer.Option("--timeout", metavar="SECONDS", help="Give up after so long, up to 30 days. Default: never."),

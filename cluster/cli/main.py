@@ -247,6 +247,9 @@ def generate(
     ignore_eos: given.IgnoreEos = False,
     logprobs: given.Logprobs = None,
     prompt_logprobs: given.PromptLogprobs = None,
+    tenant: given.Tenant = None,
+    priority: given.Priority = None,
+    max_latency_ms: given.MaxLatencyMs = None,
     timeout_s: given.TimeoutS = None,
     address: AddressOption = None,
     as_json: JsonOption = False,
@@ -292,6 +295,9 @@ def generate(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        tenant=tenant,
+        priority=priority,
+        max_latency_ms=max_latency_ms,
         as_json=as_json,
     )
     with errors_as_json(as_json):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from baton.v1 import admin_pb2
+from cluster.cli.admission_status import admission_json, admission_text
 from cluster.cli.tables import format_bytes, format_table
 from cluster.core.links import slow_link_text
 
@@ -47,6 +48,7 @@ def status_json(status: admin_pb2.GetStatusResponse) -> dict[str, Any]:
         ],
         "routes": _routes_json(status.routes) if status.HasField("routes") else None,
         "metrics_address": status.metrics_address,
+        "admission": admission_json(status.admission),
     }
 
 
@@ -73,6 +75,7 @@ def status_text(status: admin_pb2.GetStatusResponse) -> str:
         parts.append(_links_text(status))
     if status.HasField("routes"):
         parts.append(_routes_text(status.routes))
+    parts += admission_text(status)
     return "\n\n".join(parts)
 
 

@@ -12,6 +12,7 @@ from typing import Final
 from cluster.core.config_reader import Locate, Section
 from cluster.core.disaggregation import DisaggregationConfig, parse_disaggregation
 from cluster.core.ids import Role
+from cluster.core.tenant_config import SloConfig, TenantsConfig, parse_slo, parse_tenants
 
 VERSION: Final = 1
 MODEL_PRESETS: Final = ("smollm2-135m-instruct", "gemma-3-270m")
@@ -178,6 +179,8 @@ class ClusterConfig:
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
     journal: JournalConfig = field(default_factory=JournalConfig)
     disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
+    slo: SloConfig = field(default_factory=SloConfig)
+    tenants: TenantsConfig = field(default_factory=TenantsConfig)
 
     def pool(self, name: str) -> PoolConfig | None:
         """The pool of that name, None if there is none."""
@@ -210,6 +213,8 @@ def parse_cluster_config(data: object, source: str, locate: Locate) -> ClusterCo
         coordinator=_parse_coordinator(root.section("coordinator")),
         journal=_parse_journal(root.section("journal")),
         disaggregation=parse_disaggregation(root.section("disaggregation")),
+        slo=parse_slo(root.section("slo")),
+        tenants=parse_tenants(root),
     )
     root.finish()
     return config

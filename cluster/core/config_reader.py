@@ -78,6 +78,10 @@ class Section:
             for i, item in enumerate(value)
         ]
 
+    def optional_sections(self, key: str) -> list[Section]:
+        """A list of mappings with at least one, or nothing at all."""
+        return self.sections(key) if self._note_and_has(key) else []
+
     def text(self, key: str, *, default: str | None = None, pattern: str = r".+", expected: str = "text") -> str:
         value = self._take(key)
         if value is None:

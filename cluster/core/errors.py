@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from cluster.core.ids import Outcome
+from cluster.core.ids import Outcome, RefusalCause
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +91,18 @@ class DuplicateRequestError(RequestError):
 
 
 class RequestEndedError(RequestError):
-    """The request ended in an outcome other than `stop` and `length`."""
+    """The request ended in an outcome other than `stop` and `length`.
 
-    def __init__(self, outcome: Outcome, reason: str, *, retry_after_ms: int | None = None) -> None:
+    `cause` and `retry_after_ms` are of one that was refused: None where it was not, or trying again cannot help.
+    """
+
+    def __init__(
+        self, outcome: Outcome, reason: str, *, retry_after_ms: int | None = None, cause: RefusalCause | None = None
+    ) -> None:
         self.outcome = outcome
         self.reason = reason
         self.retry_after_ms = retry_after_ms
+        self.cause = cause
         super().__init__(f"{outcome.value}: {reason}")
 
 

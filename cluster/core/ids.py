@@ -98,3 +98,22 @@ class Outcome(Enum):
     WORKER_LOST = "worker_lost"
     TRANSFER_FAILED = "transfer_failed"
     INTERNAL = "internal"
+
+
+class RefusalCause(Enum):
+    """Why a request was refused; `cluster.policy.admission` decides.
+
+    INVALID: it can never run. TOO_MANY: the queue is full, or so many requests are served. DISPLACED: it had to leave a
+    full queue to a tenant with less than its share. QUOTA: its tenant has used its quota up. SLO, MAX_LATENCY,
+    DEADLINE: its first token cannot come within the cluster's limit, its own, or its deadline. NO_PLACE: it waited in
+    vain.
+    """
+
+    INVALID = "invalid"
+    TOO_MANY = "too_many"
+    DISPLACED = "displaced"
+    QUOTA = "quota"
+    SLO = "slo"
+    MAX_LATENCY = "max_latency"
+    DEADLINE = "deadline"
+    NO_PLACE = "no_place"

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.core.drain_orders import DrainOrder, Leave, StartDrain, WorkerLeft
-from cluster.core.ids import AttemptId, Blame, FrontId, Outcome, Role, Route, WorkerId
+from cluster.core.ids import AttemptId, Blame, FrontId, Outcome, RefusalCause, Role, Route, WorkerId
 from cluster.core.reports import HeldLeg, LeaseInfo, LinkReport, LiveRequest
 
 # ---- shared parts ---------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class FrontWelcome:
 class Refused:
     """The request was not admitted. `retry_after_ms` is None where trying again cannot help.
 
-    `is_duplicate`: because another front has one of that id.
+    `is_duplicate`: because another front has one of that id. `cause`: for clients and counters; None for a duplicate.
     """
 
     request_id: str
@@ -190,6 +190,7 @@ class Refused:
     reason: str
     retry_after_ms: int | None = None
     is_duplicate: bool = False
+    cause: RefusalCause | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

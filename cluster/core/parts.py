@@ -17,6 +17,7 @@ from cluster.core.queue import RequestQueue
 from cluster.core.rebuild import RebuildWindow
 from cluster.core.requests import RequestTable
 from cluster.core.routes import HandOverCosts, RouteRecord
+from cluster.core.tenants import TenantTable
 from cluster.core.timers import Timers
 from cluster.core.trials import TrialTable
 from cluster.core.workers import WorkerRegistry
@@ -30,6 +31,7 @@ class Parts:
     outbox: Outbox
     queue: RequestQueue
     workers: WorkerRegistry
+    tenants: TenantTable
     requests: RequestTable = field(default_factory=RequestTable)
     attempts: AttemptTable = field(default_factory=AttemptTable)
     leases: LeaseLedger = field(default_factory=LeaseLedger)
@@ -52,6 +54,7 @@ class Parts:
             outbox=Outbox(epoch),
             queue=RequestQueue(config.coordinator.queue_limit),
             workers=WorkerRegistry(config),
+            tenants=TenantTable(config.tenants),
         )
 
     def next_lease_id(self) -> int:

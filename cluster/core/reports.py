@@ -15,7 +15,7 @@ class LiveRequest:
         attempt: the one that runs, or the last one that is known to be over.
         is_running: its tokens are awaited; otherwise the front asks for another attempt once it is welcome.
         num_choices, num_delivered, num_unshared: as in Resubmit, as things stand now.
-        num_failures: attempts that failed so far.
+        num_failures: attempts that failed so far. tenant: as in Submit.
     """
 
     request_id: str
@@ -29,6 +29,7 @@ class LiveRequest:
     num_delivered: int = 0
     num_unshared: int = 0
     num_failures: int = 0
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from cluster.core.ids import AttemptId, FrontId, Outcome, WorkerId
+from cluster.core.ids import AttemptId, FrontId, Outcome, RefusalCause, WorkerId
 from cluster.core.limits import MAX_REMEMBERED_ATTEMPTS
 
 
@@ -59,6 +59,15 @@ class Failure:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartBy:
+    """By then it must have a place, or its first token cannot come within a limit: which one, and how long that is."""
+
+    due_ns: int
+    cause: RefusalCause
+    limit_ms: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Request:
     """One request that has not ended.
@@ -66,6 +75,8 @@ class Request:
     Attributes:
         rank: order of admission; kept for life.
         chain: packed hashes of the blocks that what it reads can find in a cache (its last token is computed always).
+        tenant: whom it counts for. cost_tokens: what its tenant is charged for it. is_charged: whether it has been, for
+            the turn it had.
         deadline_ns: the client's deadline. phase_deadline_ns: when this phase must be over. None where there is none.
         queued_ns: when it entered the queue; a refused reservation does not change it.
         attempt: number of the latest attempt, 0 before the first.
@@ -76,6 +87,7 @@ class Request:
         num_unshared: such tokens of the others beyond these.
         source: a worker that is being drained and has the KV of what is to be read: the next attempt's prefill worker.
         excluded: decode workers not to be asked, until when.
+        start_by: until its first place, None if nothing but the queue's timeout limits its wait.
         waiting_for: why it has no place, in words.
         suspicions: workers that ended while they computed it, since it last came through a trial.
         apart_until_ns: until when it waits for workers of its own, once that has begun.
@@ -93,6 +105,10 @@ class Request:
     deadline_ns: int | None
     phase_deadline_ns: int | None
     phase: Phase = Phase.QUEUED
+    tenant: str = ""
+    cost_tokens: int = 0
+    is_charged: bool = False
+    start_by: StartBy | None = None
     chain: bytes = b""
     num_choices: int = 1
     attempt: int = 0
@@ -131,6 +147,11 @@ class Request:
         if self.phase_deadline_ns is None:
             return self.deadline_ns
         return min(self.deadline_ns, self.phase_deadline_ns)
+
+    def wait_until_ns(self, queue_timeout_ns: int) -> int:
+        """How long it may stay in the queue, which it entered at `queued_ns`."""
+        timeout_ns = self.queued_ns + queue_timeout_ns
+        return timeout_ns if self.start_by is None else min(timeout_ns, self.start_by.due_ns)
 
     def enter(self, phase: Phase, phase_deadline_ns: int | None = None) -> None:
         assert phase in _NEXT_PHASES[self.phase], f"{self.request_id}: {self.phase.name} -> {phase.name}"

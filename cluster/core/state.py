@@ -139,9 +139,11 @@ class ClusterState:
             parts.drains,
             parts.prefixes,
             parts.timers,
+            parts.tenants,
         ):
             part.check_invariants()
         self._check_requests()
+        self._check_accounts()
         self._check_attempts()
         self._check_leases()
         self._check_timers()
@@ -225,6 +227,19 @@ class ClusterState:
             if request.phase is not Phase.FINISHED:
                 assert attempt.decode.state is LegState.ACTIVE, "decode cannot go on"
         assert len(parts.queue) <= len(parts.requests)
+
+    def _check_accounts(self) -> None:
+        """Each tenant has as many requests as are known, and none that waits has been charged for its turn."""
+        parts = self._parts
+        num_live: dict[str, int] = {}
+        num_queued: dict[str, int] = {}
+        for request in parts.requests.all():
+            is_queued = request.phase is Phase.QUEUED
+            num_live[request.tenant] = num_live.get(request.tenant, 0) + 1
+            num_queued[request.tenant] = num_queued.get(request.tenant, 0) + is_queued
+            assert request.is_charged is not is_queued, f"{request.request_id} in {request.phase.name} and its charge"
+        assert num_live == {tenant.name: tenant.num_live for tenant in parts.tenants.all() if tenant.num_live}
+        assert all(parts.queue.num_of(tenant) == number for tenant, number in num_queued.items())
 
     def _check_attempts(self) -> None:
         parts = self._parts

@@ -11,11 +11,24 @@ from cluster.core.limits import HEARTBEATS_PER_TIMEOUT, NS_PER_MS
 from cluster.core.parts import Parts
 from cluster.core.reports import LeaseInfo
 from cluster.core.requests import PLACED_PHASES, Request
-from cluster.core.views import ClusterView, DrainView, LeaseView, PoolView, RequestView, RoutesView, WorkerView
+from cluster.core.tenants import Tenant
+from cluster.core.views import (
+    AdmissionView,
+    ClusterView,
+    DrainView,
+    LeaseView,
+    PoolView,
+    QuotaView,
+    RequestView,
+    RoutesView,
+    TenantView,
+    WorkerView,
+)
 from cluster.core.workers import Worker
 from cluster.policy.candidates import candidates_of
 from cluster.policy.placement import Candidates, break_even_tokens
 
+_MAX_TENANTS_SHOWN = 100
 _SILENT_HEARTBEATS = 3
 """A worker is shown as silent after so many heartbeats should have come."""
 
@@ -42,6 +55,7 @@ def view_cluster(parts: Parts, now_ns: int) -> ClusterView:
         num_leases=len(parts.leases),
         links=parts.links.all(),
         routes=_view_routes(parts),
+        admission=_view_admission(parts, now_ns),
         num_poison=parts.trials.num_condemned,
         drains=tuple(_view_drain(parts, drain, now_ns) for drain in parts.drains.all()),
         drained=parts.drains.gone(),
@@ -142,6 +156,39 @@ def _view_request(parts: Parts, request: Request, now_ns: int) -> RequestView:
 def _view_drain(parts: Parts, drain: Drain, now_ns: int) -> DrainView:
     remaining_ms = None if drain.deadline_ns is None else max(0, drain.deadline_ns - now_ns) // NS_PER_MS
     return DrainView(order=drain.order, life=drain.life, waits_for=waits_for(parts, drain), remaining_ms=remaining_ms)
+
+
+def _view_admission(parts: Parts, now_ns: int) -> AdmissionView:
+    return AdmissionView(
+        queue_limit=parts.queue.limit,
+        num_queued_tokens=parts.queue.num_tokens,
+        slo_ttft_ms=parts.config.slo.ttft_ms,
+        refusals=tuple((cause, count) for cause, count in parts.tenants.refusals.items() if count),
+        tenants=tuple(_view_tenant(parts, tenant, now_ns) for tenant in parts.tenants.all()[:_MAX_TENANTS_SHOWN]),
+    )
+
+
+def _view_tenant(parts: Parts, tenant: Tenant, now_ns: int) -> TenantView:
+    bucket, num_queued = tenant.bucket, parts.queue.num_of(tenant.name)
+    quota = None
+    if bucket is not None:
+        quota = QuotaView(
+            tokens_per_s=bucket.tokens_per_s,
+            burst_tokens=bucket.burst_tokens,
+            level_tokens=bucket.level_tokens(now_ns),
+        )
+    return TenantView(
+        name=tenant.name,
+        weight=tenant.weight,
+        num_queued=num_queued,
+        num_running=tenant.num_live - num_queued,
+        num_ended=tenant.num_ended,
+        num_refused=tenant.num_refused,
+        num_prompt_tokens=tenant.num_prompt_tokens,
+        num_output_tokens=tenant.num_output_tokens,
+        expected_output_tokens=tenant.output.num_tokens,
+        quota=quota,
+    )
 
 
 def _view_worker(parts: Parts, worker: Worker, now_ns: int) -> WorkerView:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.core.drain_orders import DrainOrder
-from cluster.core.ids import AttemptId, FrontId, Role, Route, WorkerId
+from cluster.core.ids import AttemptId, FrontId, RefusalCause, Role, Route, WorkerId
 from cluster.core.links import Link
 from cluster.core.messages import BlockCounts, WorkerLoad
 from cluster.core.routes import FewPushes
@@ -84,6 +84,42 @@ class RoutesView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaView:
+    """A tenant's token bucket; `level_tokens` is below zero while it has a debt."""
+
+    tokens_per_s: int
+    burst_tokens: int
+    level_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantView:
+    """What a tenant has, and has had, as `cluster.core.tenants.Tenant`. `expected_output_tokens`: of an answer."""
+
+    name: str
+    weight: float
+    num_queued: int
+    num_running: int
+    num_ended: int
+    num_refused: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    expected_output_tokens: int
+    quota: QuotaView | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionView:
+    """`num_queued_tokens` are to be read for what waits; `refusals` has the causes that there were."""
+
+    queue_limit: int
+    num_queued_tokens: int
+    slo_ttft_ms: int | None
+    refusals: tuple[tuple[RefusalCause, int], ...]
+    tenants: tuple[TenantView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterView:
     """`num_running` counts requests with a place; the rest of `num_requests` waits, for a place or for a front.
 
@@ -100,6 +136,7 @@ class ClusterView:
     num_running: int
     num_leases: int
     links: tuple[Link, ...]
+    admission: AdmissionView
     routes: RoutesView = field(default_factory=RoutesView)
     num_poison: int = 0
     drains: tuple[DrainView, ...] = ()

@@ -18,6 +18,8 @@ class Worker:
 
     `legs` has every leg here of an attempt that is not over; the counts are of those not released. What placement
     counts with is the coordinator's own book-keeping: exact at once, where a heartbeat comes late.
+    `num_expected_blocks` is what its legs are expected to need; `num_used_blocks` is what they used by the last
+    heartbeat, less what has been released since.
     """
 
     hello: WorkerHello
@@ -28,7 +30,8 @@ class Worker:
     legs: dict[AttemptId, Leg] = field(default_factory=dict)
     num_legs: int = 0
     num_sequences: int = 0
-    num_promised_blocks: int = 0
+    num_expected_blocks: int = 0
+    num_used_blocks: int = 0
     num_unread_tokens: int = 0
     num_unreported_tokens: int = 0
     is_leaving: bool = False
@@ -56,6 +59,11 @@ class Worker:
     @property
     def num_total_blocks(self) -> int:
         return self.load.blocks.total
+
+    @property
+    def num_promised_blocks(self) -> int:
+        """Answers that outgrow what was expected of them count as what they have."""
+        return max(self.num_expected_blocks, self.num_used_blocks)
 
     @property
     def max_running(self) -> int:
@@ -94,7 +102,7 @@ class Worker:
         self.legs[leg.attempt_id] = leg
         self.num_legs += 1
         self.num_sequences += leg.num_sequences
-        self.num_promised_blocks += leg.num_blocks
+        self.num_expected_blocks += leg.num_blocks
         self.num_unread_tokens += leg.num_unread_tokens
         self.num_unreported_tokens += leg.num_unread_tokens
         self.num_given_tokens += leg.num_unread_tokens
@@ -116,7 +124,8 @@ class Worker:
         leg.state = LegState.RELEASED
         self.num_legs -= 1
         self.num_sequences -= leg.num_sequences
-        self.num_promised_blocks -= leg.num_blocks
+        self.num_expected_blocks -= leg.num_blocks
+        self.num_used_blocks = max(0, self.num_used_blocks - leg.num_blocks)
         if leg.half is Role.DECODE:
             self.num_writing -= leg.num_sequences
             self.num_writing_blocks -= leg.num_blocks
@@ -128,6 +137,7 @@ class Worker:
             busy_share = min(1.0, max(0, load.reading_ms - self.load.reading_ms) / elapsed_ms)
             self.reading_share += min(1.0, elapsed_ms / READING_MEMORY_MS) * (busy_share - self.reading_share)
         self.load = load
+        self.num_used_blocks = load.blocks.active
         for leg in self.legs.values():
             if leg.unreported and leg.state is not LegState.PLANNED:
                 leg.unreported = False
@@ -137,7 +147,7 @@ class Worker:
         held = [leg for leg in self.legs.values() if not leg.is_released]
         assert self.num_legs == len(held)
         assert self.num_sequences == sum(leg.num_sequences for leg in held)
-        assert self.num_promised_blocks == sum(leg.num_blocks for leg in held)
+        assert self.num_expected_blocks == sum(leg.num_blocks for leg in held)
         writing = [leg for leg in held if leg.half is Role.DECODE]
         assert self.num_writing == sum(leg.num_sequences for leg in writing)
         assert self.num_writing_blocks == sum(leg.num_blocks for leg in writing)
@@ -205,6 +215,7 @@ class WorkerRegistry:
         pool = self._config.pool(hello.pool)
         assert pool is not None and hello.ref.worker.name not in self._by_name
         worker = Worker(hello=hello, pool=pool, load=hello.load, last_heard_ns=now_ns, load_heard_ns=now_ns)
+        worker.num_used_blocks = hello.load.blocks.active
         self._by_name[worker.id.name] = worker
         self._by_role[worker.role].append(worker)
         self._update_limits()

@@ -20,7 +20,7 @@ from cluster.core.errors import (
     UnreachableError,
     status_of,
 )
-from cluster.core.ids import Outcome
+from cluster.core.ids import Outcome, RefusalCause
 from cluster.core.limits import NS_PER_MS, NS_PER_S
 from cluster.front.client_output import ClientOutput
 from cluster.front.output_text import OutputText
@@ -31,7 +31,7 @@ from cluster.front.sessions import Sessions
 from cluster.front.settings import ServedModel
 from cluster.front.validate import CheckedRequest, check_request
 from cluster.front.wire_input import read_generate, reader
-from cluster.wire.channels import MAX_DEADLINE_S, RETRY_AFTER_TRAILER
+from cluster.wire.channels import MAX_DEADLINE_S, REFUSAL_CAUSE_TRAILER, RETRY_AFTER_TRAILER
 from cluster.wire.codec import outcome_to_wire
 from engine.core.request import RequestBody
 from engine.core.sampling import SEED_LIMIT
@@ -108,7 +108,9 @@ class InferenceService:
             raise UnreachableError("this front is shutting down")
         if len(self._sessions) + len(self._opening) >= MAX_OPEN_REQUESTS:
             reason = f"this front serves {MAX_OPEN_REQUESTS} requests, its limit"
-            raise RequestEndedError(Outcome.REJECTED_OVERLOAD, reason, retry_after_ms=RETRY_WHEN_FULL_MS)
+            raise RequestEndedError(
+                Outcome.REJECTED_OVERLOAD, reason, retry_after_ms=RETRY_WHEN_FULL_MS, cause=RefusalCause.TOO_MANY
+            )
         checked = check_request(request, self._model, secrets.randbelow(SEED_LIMIT))
         request_id = checked.request_id or uuid.uuid4().hex
         deadline_ns = self._deadline_ns(context, checked.timeout_ms)
@@ -162,7 +164,7 @@ class InferenceService:
             return DuplicateRequestError(f"request_id: {end.reason}")
         if end.outcome is Outcome.WORKER_LOST and not self._sessions.link.is_up:
             return UnreachableError(end.reason)
-        return RequestEndedError(end.outcome, end.reason, retry_after_ms=end.retry_after_ms)
+        return RequestEndedError(end.outcome, end.reason, retry_after_ms=end.retry_after_ms, cause=end.cause)
 
     # ---- the others --------------------------------------------------------------------------------------------
 
@@ -220,10 +222,14 @@ class InferenceService:
 
 
 async def _abort(context: _AnyContext, error: BatonError) -> NoReturn:
-    """Ends the call with the error's status, its message, and when to try again if that is known."""
-    retry_after_ms = error.retry_after_ms if isinstance(error, RequestEndedError) else None
-    trailers = () if retry_after_ms is None else ((RETRY_AFTER_TRAILER, str(retry_after_ms)),)
-    await context.abort(grpc.StatusCode[status_of(error).grpc], str(error)[:MAX_DETAILS_CHARACTERS], trailers)
+    """Ends the call with the error's status and its message; if it was refused, why, and when to try again."""
+    trailers = []
+    if isinstance(error, RequestEndedError):
+        if error.retry_after_ms is not None:
+            trailers.append((RETRY_AFTER_TRAILER, str(error.retry_after_ms)))
+        if error.cause is not None:
+            trailers.append((REFUSAL_CAUSE_TRAILER, error.cause.value))
+    await context.abort(grpc.StatusCode[status_of(error).grpc], str(error)[:MAX_DETAILS_CHARACTERS], tuple(trailers))
     raise AssertionError("abort returned")
 
 

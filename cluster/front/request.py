@@ -21,7 +21,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import assert_never
 
-from cluster.core.ids import Outcome, WorkerId
+from cluster.core.ids import Outcome, RefusalCause, WorkerId
 from cluster.core.limits import MAX_ATTEMPTS_PER_LIFE, NS_PER_MS, NS_PER_S
 from cluster.core.messages import (
     AttemptFailed,
@@ -132,6 +132,7 @@ class FrontRequest:
             num_delivered=progress.num_delivered,
             num_unshared=progress.num_unshared,
             num_failures=self._num_failures,
+            tenant=self.spec.tenant,
         )
 
     def next_deadline_ns(self) -> int | None:
@@ -212,13 +213,7 @@ class FrontRequest:
         if self.phase is Phase.CHECKING:
             return  # the last token has been delivered: the outcome is decided
         if isinstance(message, Refused):
-            self._end(
-                out,
-                message.outcome,
-                message.reason,
-                retry_after_ms=message.retry_after_ms,
-                is_duplicate=message.is_duplicate,
-            )
+            self._end_as(out, message)
             return
         if message.epoch < self._epoch:
             return  # from a coordinator that has been replaced
@@ -380,7 +375,7 @@ class FrontRequest:
             self._cancel(out, Outcome.DEADLINE_EXCEEDED, "the client's deadline was reached")
         elif _is_due(self._latency_due_ns(), now_ns):
             reason = f"no token came within max_latency_ms ({self.spec.max_latency_ms})"
-            self._cancel(out, Outcome.REJECTED_OVERLOAD, reason)
+            self._cancel(out, Outcome.REJECTED_OVERLOAD, reason, cause=RefusalCause.MAX_LATENCY)
         elif _is_due(self._stream_due_ns(), now_ns):
             self._report_stream_lost(out)
         if self.phase is not Phase.ENDED and _is_due(self._coordinator_due_ns(), now_ns):
@@ -464,29 +459,31 @@ class FrontRequest:
         out.append(ToCoordinator(message=done))
         self._end(out, outcome, "")
 
-    def _cancel(self, out: list[Effect], outcome: Outcome, reason: str) -> None:
+    def _cancel(self, out: list[Effect], outcome: Outcome, reason: str, cause: RefusalCause | None = None) -> None:
         message = CancelRequest(request_id=self.spec.request_id, outcome=outcome, reason=reason)
         out.append(ToCoordinator(message=message))
-        self._end(out, outcome, reason)
+        self._end(out, outcome, reason, cause)
 
-    def _end(
-        self,
-        out: list[Effect],
-        outcome: Outcome,
-        reason: str,
-        *,
-        retry_after_ms: int | None = None,
-        is_duplicate: bool = False,
-    ) -> None:
+    def _end(self, out: list[Effect], outcome: Outcome, reason: str, cause: RefusalCause | None = None) -> None:
+        self._end_as(out, Refused(request_id=self.spec.request_id, outcome=outcome, reason=reason, cause=cause))
+
+    def _end_as(self, out: list[Effect], refused: Refused) -> None:
+        """The coordinator's refusal says all that there may be to say of an end; others say less."""
         report = self._timeline.report(
             num_output_tokens=self._answers.num_output_tokens,
             num_prompt_tokens=len(self.spec.body.prompt_ids),
         )
         self._drop_legs(out)
         self.phase = Phase.ENDED
-        out.append(
-            End(outcome=outcome, reason=reason, retry_after_ms=retry_after_ms, report=report, is_duplicate=is_duplicate)
+        end = End(
+            outcome=refused.outcome,
+            reason=refused.reason,
+            retry_after_ms=refused.retry_after_ms,
+            report=report,
+            is_duplicate=refused.is_duplicate,
+            cause=refused.cause,
         )
+        out.append(end)
 
 
 def ended_meanwhile(request_id: str) -> CancelRequest:

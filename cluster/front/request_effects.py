@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.core.ids import AttemptId, Outcome, WorkerId
+from cluster.core.ids import AttemptId, Outcome, RefusalCause, WorkerId
 from cluster.core.messages import FrontMessage, WorkerRef
 from cluster.core.token_messages import TokenInfo, Watch
 from cluster.front.request_timeline import RequestReport
@@ -77,7 +77,7 @@ class EndChoice:
 class End:
     """The request is over; the last effect of its life, and the only one of its kind.
 
-    `is_duplicate`: it never began, since another front has one of that id.
+    `is_duplicate`: it never began, since another front has one of that id. `cause`: why the coordinator refused it.
     """
 
     outcome: Outcome
@@ -85,6 +85,7 @@ class End:
     retry_after_ms: int | None
     report: RequestReport
     is_duplicate: bool = False
+    cause: RefusalCause | None = None
 
 
 Effect = ToCoordinator | WatchWorker | ForgetWorker | Deliver | DeliverScores | EndChoice | End

@@ -11,7 +11,16 @@ from cluster.core.ids import Role
 from cluster.core.limits import NS_PER_S
 from cluster.core.links import Link
 from cluster.core.messages import BlockCounts
-from cluster.core.views import ClusterView, DrainView, LeaseView, PoolView, RoutesView, WorkerView
+from cluster.core.views import (
+    AdmissionView,
+    ClusterView,
+    DrainView,
+    LeaseView,
+    PoolView,
+    RoutesView,
+    TenantView,
+    WorkerView,
+)
 
 STATE_DOWN: Final = "down"
 """A worker that should be there and is not: it has not registered yet, or its last life was given up."""
@@ -59,7 +68,37 @@ def status_response(
         routes=_routes_status(view.routes) if any(pool.role is Role.PREFILL for pool in config.pools) else None,
         metrics_address=metrics_address,
         num_poison=view.num_poison,
+        admission=_admission_status(view.admission),
     )
+
+
+def _admission_status(view: AdmissionView) -> admin_pb2.AdmissionStatus:
+    return admin_pb2.AdmissionStatus(
+        queue_limit=view.queue_limit,
+        num_queued_tokens=view.num_queued_tokens,
+        refusals=[admin_pb2.RefusalCount(cause=cause.value, count=count) for cause, count in view.refusals],
+        tenants=[_tenant_status(tenant) for tenant in view.tenants],
+        slo_ttft_ms=view.slo_ttft_ms,
+    )
+
+
+def _tenant_status(tenant: TenantView) -> admin_pb2.TenantStatus:
+    status = admin_pb2.TenantStatus(
+        name=tenant.name,
+        weight=tenant.weight,
+        num_queued=tenant.num_queued,
+        num_running=tenant.num_running,
+        num_ended=tenant.num_ended,
+        num_refused=tenant.num_refused,
+        num_prompt_tokens=tenant.num_prompt_tokens,
+        num_output_tokens=tenant.num_output_tokens,
+        expected_output_tokens=tenant.expected_output_tokens,
+    )
+    if tenant.quota is not None:
+        status.quota.tokens_per_s = tenant.quota.tokens_per_s
+        status.quota.burst_tokens = tenant.quota.burst_tokens
+        status.quota.level_tokens = tenant.quota.level_tokens
+    return status
 
 
 def leases_response(leases: tuple[LeaseView, ...]) -> admin_pb2.GetLeasesResponse:

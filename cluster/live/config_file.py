@@ -13,6 +13,7 @@ from cluster.core.config import VERSION, ClusterConfig, parse_cluster_config
 from cluster.core.config_reader import KeyPath, format_path
 from cluster.core.disaggregation import disaggregation_section
 from cluster.core.errors import ConfigError
+from cluster.core.tenant_config import TenantConfig
 
 BOOLEAN_TAG: Final = "tag:yaml.org,2002:bool"
 MAX_FILE_BYTES: Final = 2**20
@@ -105,8 +106,16 @@ def render_cluster_config(config: ClusterConfig) -> str:
                 "max_files": config.journal.max_files,
             }
         ),
+        "slo": _without_absent(asdict(config.slo)),
+        "default_tenant": _tenant(config.tenants.others),
     }
+    if config.tenants.named:
+        data["tenants"] = [{"name": tenant.name, **_tenant(tenant.config)} for tenant in config.tenants.named]
     return yaml.safe_dump(data, sort_keys=False)
+
+
+def _tenant(tenant: TenantConfig) -> dict[str, Any]:
+    return {"weight": tenant.weight, **({} if tenant.quota is None else asdict(tenant.quota))}
 
 
 def _without_absent(data: dict[str, Any]) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cluster.core.ids import Outcome
+from cluster.core.ids import Outcome, RefusalCause
 from cluster.core.limits import MAX_CHOICES
-from cluster.policy.costs import WorkerLike, mean_ms_per_token
+from cluster.policy.first_token import Ahead, Capacity, FirstToken, predict
 
 MIN_RETRY_AFTER_MS: Final = 100
 MAX_RETRY_AFTER_MS: Final = 60_000
@@ -22,13 +21,25 @@ class Arrival:
 
     Attributes:
         max_tokens: of each of its `num_choices` answers.
-        max_latency_ms: limits the time to its first token.
+        max_latency_ms: limits the time to its first token. deadline_ms: until its client's deadline.
+        num_cached_tokens: of its prompt, that a reader is thought to have.
+        num_blocks: that it is expected to need on its writer.
+        quota_wait_ms: until its tenant's quota allows it.
     """
 
     num_prompt_tokens: int
     max_tokens: int
-    num_choices: int
-    max_latency_ms: int | None
+    num_choices: int = 1
+    max_latency_ms: int | None = None
+    deadline_ms: int | None = None
+    num_cached_tokens: int = 0
+    num_blocks: int = 1
+    quota_wait_ms: int = 0
+
+    @property
+    def has_limit(self) -> bool:
+        """Of its own, on the time to its first token."""
+        return self.max_latency_ms is not None or self.deadline_ms is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,28 +47,41 @@ class Situation:
     """The cluster as admission sees it.
 
     Attributes:
-        num_queued, num_queued_tokens: requests that wait, and their prompts' tokens. queue_limit: the most that may.
+        num_queued, queue_limit: requests that wait, and the most that may. can_displace: whether one of them would go.
         num_live, max_live: requests known in all, and the most that may be.
         max_model_tokens: the longest prompt and answer any worker takes, None while unknown.
         max_prompt_blocks: blocks of the largest decode worker, None while there is none. block_size: their tokens.
-        num_readers: workers that read prompts. readers: some of them, to judge all by.
+        slo_ttft_ms: the cluster's limit on the time to a first token, None if it has none.
+        ahead: of those that wait, what comes before the new one. capacity: of the workers.
     """
 
     num_queued: int
-    num_queued_tokens: int
     queue_limit: int
+    can_displace: bool
     num_live: int
     max_live: int
     max_model_tokens: int | None
     max_prompt_blocks: int | None
     block_size: int
-    num_readers: int
-    readers: Sequence[WorkerLike]
+    slo_ttft_ms: int | None
+    ahead: Ahead
+    capacity: Capacity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartLimit:
+    """It must have a place within `within_ms`, or its first token cannot come in time any more."""
+
+    within_ms: float
+    cause: RefusalCause
+    limit_ms: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admit:
-    """The request may wait for a place."""
+    """The request may wait for a place; `start` says how long, None if nothing but the queue's timeout limits that."""
+
+    start: StartLimit | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,19 +89,34 @@ class Refuse:
     """`retry_after_ms` is None where trying again cannot help."""
 
     outcome: Outcome
+    cause: RefusalCause
     reason: str
     retry_after_ms: int | None = None
 
 
+_LIMIT_NAMES: Final = {
+    RefusalCause.MAX_LATENCY: "max_latency_ms",
+    RefusalCause.DEADLINE: "the time to its deadline in ms",
+    RefusalCause.SLO: "the cluster's slo.ttft_ms",
+}
+
+
 def admit(arrival: Arrival, situation: Situation) -> Admit | Refuse:
-    """Decides on a new request; costs O(readers)."""
-    return _never_fits(arrival, situation) or _too_many(situation) or _too_slow(arrival, situation) or Admit()
+    """Decides on a new request; costs O(workers looked at)."""
+    return (
+        _never_fits(arrival, situation) or _over_quota(arrival) or _too_many(situation) or _in_time(arrival, situation)
+    )
+
+
+def limit_text(cause: RefusalCause, limit_ms: int) -> str:
+    """The limit of a request that was refused for one of the limits on its first token."""
+    return f"{_LIMIT_NAMES[cause]} is {limit_ms}"
 
 
 def retry_after_ms(situation: Situation) -> int:
-    """When the queue should have been read; a guess within named bounds."""
-    wait_ms = _queue_wait_ms(situation)
-    return _bounded_ms(UNMEASURED_RETRY_AFTER_MS if wait_ms is None else wait_ms)
+    """When what waits should have been read; a guess within named bounds."""
+    first = predict(0, 1, situation.ahead, situation.capacity)
+    return _bounded_ms(UNMEASURED_RETRY_AFTER_MS if first is None else first.wait_ms)
 
 
 def _never_fits(arrival: Arrival, situation: Situation) -> Refuse | None:
@@ -99,35 +138,62 @@ def _never_fits(arrival: Arrival, situation: Situation) -> Refuse | None:
 
 
 def _too_many(situation: Situation) -> Refuse | None:
-    if situation.num_queued >= situation.queue_limit:
+    if situation.num_queued >= situation.queue_limit and not situation.can_displace:
         reason = f"{situation.num_queued} requests wait already, which is the limit"
     elif situation.num_live >= situation.max_live:
         reason = f"{situation.num_live} requests are served already, which is the limit"
     else:
         return None
-    return _overload(reason, retry_after_ms(situation))
+    return _overload(RefusalCause.TOO_MANY, reason, retry_after_ms(situation))
 
 
-def _too_slow(arrival: Arrival, situation: Situation) -> Refuse | None:
-    ms_per_token = mean_ms_per_token(situation.readers)
-    wait_ms = _queue_wait_ms(situation)
-    if arrival.max_latency_ms is None or ms_per_token is None or wait_ms is None:
+def _over_quota(arrival: Arrival) -> Refuse | None:
+    if not arrival.quota_wait_ms:
         return None
-    read_ms = arrival.num_prompt_tokens * ms_per_token
-    backlog_ms = min(worker.backlog_tokens * (worker.ms_per_token or ms_per_token) for worker in situation.readers)
-    first_token_ms = wait_ms + backlog_ms + read_ms
-    if first_token_ms <= arrival.max_latency_ms:
+    reason = f"the tenant's quota of tokens is used up for {arrival.quota_wait_ms} ms"
+    return _overload(RefusalCause.QUOTA, reason, _bounded_ms(arrival.quota_wait_ms))
+
+
+def _in_time(arrival: Arrival, situation: Situation) -> Admit | Refuse:
+    """Refuses what cannot have its first token in time; otherwise says when it will be too late for that."""
+    limits = _limits(arrival, situation)
+    num_uncached_tokens = arrival.num_prompt_tokens - arrival.num_cached_tokens
+    if not limits:
+        return Admit()
+    first = predict(num_uncached_tokens, arrival.num_blocks, situation.ahead, situation.capacity)
+    if first is None:  # nothing is measured yet: only what has waited for that long is too late
+        first = FirstToken(queue_ms=0.0, backlog_ms=0.0, read_ms=0.0)
+    for cause, limit_ms in limits:
+        refusal = _too_slow(cause, limit_ms, first)
+        if refusal is not None:
+            return refusal
+    within_ms, cause, limit_ms = min(
+        ((limit_ms - first.backlog_ms - first.read_ms, cause, limit_ms) for cause, limit_ms in limits),
+        key=lambda limit: limit[0],
+    )
+    return Admit(start=StartLimit(within_ms=max(0.0, within_ms), cause=cause, limit_ms=limit_ms))
+
+
+def _limits(arrival: Arrival, situation: Situation) -> list[tuple[RefusalCause, int]]:
+    limits = (
+        (RefusalCause.MAX_LATENCY, arrival.max_latency_ms),
+        (RefusalCause.DEADLINE, arrival.deadline_ms),
+        (RefusalCause.SLO, situation.slo_ttft_ms),
+    )
+    return [(cause, limit_ms) for cause, limit_ms in limits if limit_ms is not None]
+
+
+def _too_slow(cause: RefusalCause, limit_ms: int, first: FirstToken) -> Refuse | None:
+    """An idle cluster takes what is too long for its own limit, as that keeps nobody waiting. It also means that costs
+    which were measured on a bad day, and would have everything refused, are measured again."""
+    is_never = first.read_ms > limit_ms
+    if first.latest_ms <= limit_ms or (cause is RefusalCause.SLO and first.wait_ms <= 0):
         return None
-    reason = f"the first token is expected in {first_token_ms:.0f} ms, max_latency_ms is {arrival.max_latency_ms}"
-    if read_ms > arrival.max_latency_ms:
-        return _overload(reason, None)
-    return _overload(reason, _bounded_ms(first_token_ms - arrival.max_latency_ms))
-
-
-def _queue_wait_ms(situation: Situation) -> float | None:
-    """Time to read all that wait, shared among the readers; None while nothing is measured."""
-    ms_per_token = mean_ms_per_token(situation.readers)
-    return None if ms_per_token is None else situation.num_queued_tokens * ms_per_token / situation.num_readers
+    times = f"{first.total_ms:.0f}" + (f" to {first.latest_ms:.0f}" if first.wait_ms > 0 else "")
+    reason = f"the first token is expected in {times} ms, {limit_text(cause, limit_ms)}"
+    if is_never and cause is not RefusalCause.SLO:
+        return _overload(cause, reason, None)
+    return _overload(cause, reason, _bounded_ms(min(first.wait_ms, first.latest_ms - limit_ms)))
 
 
 def _bounded_ms(wait_ms: float) -> int:
@@ -135,8 +201,8 @@ def _bounded_ms(wait_ms: float) -> int:
 
 
 def _invalid(reason: str) -> Refuse:
-    return Refuse(outcome=Outcome.REJECTED_INVALID, reason=reason)
+    return Refuse(outcome=Outcome.REJECTED_INVALID, cause=RefusalCause.INVALID, reason=reason)
 
 
-def _overload(reason: str, after_ms: int | None) -> Refuse:
-    return Refuse(outcome=Outcome.REJECTED_OVERLOAD, reason=reason, retry_after_ms=after_ms)
+def _overload(cause: RefusalCause, reason: str, after_ms: int | None) -> Refuse:
+    return Refuse(outcome=Outcome.REJECTED_OVERLOAD, cause=cause, reason=reason, retry_after_ms=after_ms)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cluster.core.ids import Route, WorkerId
+from cluster.core.output_estimate import UNMEASURED_OUTPUT_TOKENS
 from cluster.policy.costs import StepCosts, WorkerLike, push_ms, read_ms, tpot_ms, usual_costs
 from cluster.policy.decision import (
     NO_ROOM,
@@ -41,8 +42,6 @@ __all__ = ["Candidates", "Demand", "Placement", "Wait", "break_even_tokens", "de
 
 MAX_RESERVED_PERCENT: Final = 75
 """A reservation of a larger share of a decode worker's blocks than this is never granted: it is read there instead."""
-EXPECTED_OUTPUT_TOKENS: Final = 256
-"""An answer is expected to be no longer than this; where it is, decode preempts as the last resort."""
 TYPICAL_ANSWER_TOKENS: Final = 128
 """For the break-even that operators are shown."""
 
@@ -70,14 +69,21 @@ class Demand:
 
 
 def demand_of(
-    num_tokens: int, num_tokens_left: int, block_size: int, *, num_choices: int = 1, num_unshared: int = 0
+    num_tokens: int,
+    num_tokens_left: int,
+    block_size: int,
+    *,
+    num_expected: int = UNMEASURED_OUTPUT_TOKENS,
+    num_choices: int = 1,
+    num_unshared: int = 0,
 ) -> Demand:
     """What a request needs that has `num_tokens` to be read and may emit `num_tokens_left` more.
 
-    With several choices, each emits so many. They share the tokens read, except for a part of the last block and
-    `num_unshared` tokens that all of them together have been given beyond.
+    It is expected to emit no more than `num_expected`; if it does, decode preempts as the last resort. With several
+    choices, each emits so many. They share the tokens read, except for a part of the last block and `num_unshared`
+    tokens that all of them together have been given beyond.
     """
-    num_emitted = max(1, min(num_tokens_left, EXPECTED_OUTPUT_TOKENS))
+    num_emitted = max(1, min(num_tokens_left, num_expected))
     num_read_blocks = -(-(num_tokens + 1) // block_size)
     num_others = num_choices - 1
     num_own_tokens = num_others * (block_size - 1 + num_emitted) + num_unshared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.core.ids import Outcome
+from cluster.core.ids import Outcome, RefusalCause
 from cluster.core.token_messages import TokenInfo
 from cluster.sim.engine_model import Oracle, prompt_logprobs
 from cluster.sim.scenario import Request, Scenario
@@ -22,6 +22,7 @@ class Client:
         self.outcome: Outcome | None = None
         self.reason = ""
         self.retry_after_ms: int | None = None
+        self.refusal: RefusalCause | None = None
         self.is_unavailable = False
         self.has_left = False
         self.first_token_ns: int | None = None
@@ -106,10 +107,12 @@ class Client:
             raise Violation(f"{name} ended as {outcome.value}, right is {right or 'to go on'}")
         self._finishes[choice] = outcome
 
-    def on_end(self, outcome: Outcome, reason: str, retry_after_ms: int | None) -> None:
+    def on_end(
+        self, outcome: Outcome, reason: str, retry_after_ms: int | None, refusal: RefusalCause | None = None
+    ) -> None:
         if self.has_ended:
             raise Violation(f"{self.request.request_id} ended as {outcome.value} after it had ended")
-        self.outcome, self.reason, self.retry_after_ms = outcome, reason, retry_after_ms
+        self.outcome, self.reason, self.retry_after_ms, self.refusal = outcome, reason, retry_after_ms, refusal
         self.ended_ns = self._now_ns()
         self._judge(outcome)
 

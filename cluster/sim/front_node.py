@@ -205,7 +205,7 @@ class FrontNode:
                 live.client.on_choice_end(effect.choice, effect.outcome)
             case effects.End():
                 del self._live[request_id]
-                live.client.on_end(effect.outcome, effect.reason, effect.retry_after_ms)
+                live.client.on_end(effect.outcome, effect.reason, effect.retry_after_ms, effect.cause)
         return None
 
     def _forget(self, effect: effects.ForgetWorker) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import random
 
 from cluster.core.disaggregation import DisaggregationConfig
+from cluster.core.tenant_config import NamedTenant, QuotaConfig, TenantConfig, TenantsConfig
 from cluster.sim.engine_model import VOCABULARY_SIZE, StepCost
 from cluster.sim.fabric import Family
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
@@ -29,6 +30,14 @@ DATA_FAULTS = (
 )
 FREQUENT_FAULTS = (FaultKind.DATA, FaultKind.DATA, FaultKind.PAUSE, FaultKind.PAUSE, FaultKind.CRASH)
 NEEDS_CHECKSUMS = ("corrupt", "skip_data")
+
+TENANTS = ("", "a", "b")
+LIMITED_EVERY = 8
+"""Histories in which the cluster has a limit on the time to a first token, and as many with quotas."""
+LIMITED_TENANTS = TenantsConfig(
+    named=(NamedTenant(name="a", config=TenantConfig(weight=2.0)),),
+    others=TenantConfig(quota=QuotaConfig(tokens_per_s=200, burst_tokens=100)),
+)
 
 
 def generate(seed: int) -> Scenario:
@@ -61,6 +70,8 @@ def generate(seed: int) -> Scenario:
         queue_timeout_s=draw.choice((3.0, 10.0)),
         heartbeat_timeout_s=draw.choice((1.0, 3.0)),
         max_attempts=draw.choice((2, 3, 6)),
+        slo_ttft_ms=100 if seed % LIMITED_EVERY == 5 else None,
+        tenants=LIMITED_TENANTS if seed % LIMITED_EVERY == 6 else TenantsConfig(),
     )
     requests = _requests(draw, shape)
     faults = _faults(draw, shape, requests)
@@ -114,6 +125,7 @@ def _request(draw: random.Random, shape: Scenario, index: int, stems: list[list[
         leave_after_tokens=draw.randint(1, 6) if leaves_late else None,
         stop_pair=(draw.randrange(VOCABULARY_SIZE), draw.randrange(VOCABULARY_SIZE)) if draw.random() < 0.15 else None,
         priority=draw.choice((0, 0, 0, 1, 5)),
+        tenant=TENANTS[index % len(TENANTS)],
         cache_salt=draw.choice(("", "", "", "tenant-a")),
         is_invalid=is_invalid,
     )

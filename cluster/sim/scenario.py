@@ -8,6 +8,7 @@ from enum import Enum
 from cluster.agent.limits import AgentLimits
 from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
 from cluster.core.ids import Role
+from cluster.core.tenant_config import TenantsConfig
 from cluster.front.request_spec import RequestLimits
 from cluster.sim.engine_model import StepCost
 from cluster.sim.fabric import Family
@@ -61,6 +62,7 @@ class Request:
     leave_after_tokens: int | None = None
     stop_pair: tuple[int, int] | None = None
     priority: int = 0
+    tenant: str = ""
     cache_salt: str = ""
     is_invalid: bool = False
     poison: Poison | None = None
@@ -157,6 +159,8 @@ class Scenario:
     queue_timeout_s: float = 10.0
     heartbeat_timeout_s: float = 3.0
     max_attempts: int = 4
+    slo_ttft_ms: int | None = None
+    tenants: TenantsConfig = field(default_factory=TenantsConfig)
     num_variants: int = 1
     cost: StepCost = SIM_COST
     link_ns_per_byte: int = 400

@@ -6,6 +6,7 @@ from cluster.agent.limits import WorkerStateConfig
 from cluster.core.config import ClusterConfig, CoordinatorConfig, FrontConfig, KVConfig, ModelConfig, PoolConfig
 from cluster.core.ids import Role, WorkerId
 from cluster.core.messages import RankEndpoint, WorkerHello, WorkerLoad, WorkerRef
+from cluster.core.tenant_config import SloConfig
 from cluster.sim.engine_model import EOS_TOKEN_ID
 from cluster.sim.kernel import SECOND_NS
 from cluster.sim.kv_memory import kv_layout
@@ -34,6 +35,8 @@ def cluster_config(scenario: Scenario) -> ClusterConfig:
             max_attempts=scenario.max_attempts,
             lease_ttl_s=scenario.push_limits.lease_ttl_ns / SECOND_NS,
         ),
+        slo=SloConfig(ttft_ms=scenario.slo_ttft_ms),
+        tenants=scenario.tenants,
     )
 
 

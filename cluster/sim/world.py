@@ -244,6 +244,7 @@ class World:
             block_hashes=tuple(hash_blocks(request.prompt_ids, self.scenario.block_size, extra)),
             block_size=self.scenario.block_size,
             extra_key=extra,
+            tenant=request.tenant,
             deadline_ns=None if request.deadline_ns is None else process.now_ns() + request.deadline_ns,
             max_latency_ms=request.max_latency_ms,
             has_stop_strings=request.stop_pair is not None,

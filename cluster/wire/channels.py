@@ -14,6 +14,8 @@ client must not name one beyond the year 2262 either: gRPC counts nanoseconds in
 LOOPBACK = "127.0.0.1"
 RETRY_AFTER_TRAILER = "baton-retry-after-ms"
 """Trailer of a refused call: in how many milliseconds to try again."""
+REFUSAL_CAUSE_TRAILER = "baton-refusal-cause"
+"""Trailer of a refused call: why (cluster.core.ids.RefusalCause)."""
 
 _COMMON: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MESSAGE_LIMIT_BYTES),

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tokenizers import Tokenizer
 
 from baton.v1 import admin_pb2, inference_pb2, inference_pb2_grpc
-from cluster.core.ids import AttemptId, Outcome
+from cluster.core.ids import AttemptId, Outcome, RefusalCause
 from cluster.core.messages import (
     CancelRequest,
     EndRequest,
@@ -438,16 +438,20 @@ def test_what_the_coordinator_ends(cluster: ScriptedCluster, outcome: Outcome) -
 
 
 def test_refusals(cluster: ScriptedCluster) -> None:
-    for name, outcome, code, retry_after_ms in (
-        ("full", Outcome.REJECTED_OVERLOAD, Code.RESOURCE_EXHAUSTED, 250),
-        ("never", Outcome.REJECTED_INVALID, Code.INVALID_ARGUMENT, None),
+    for name, outcome, code, retry_after_ms, cause in (
+        ("full", Outcome.REJECTED_OVERLOAD, Code.RESOURCE_EXHAUSTED, 250, RefusalCause.QUOTA),
+        ("never", Outcome.REJECTED_INVALID, Code.INVALID_ARGUMENT, None, RefusalCause.INVALID),
+        ("elsewhere", Outcome.REJECTED_OVERLOAD, Code.RESOURCE_EXHAUSTED, 250, None),
     ):
-        refused = Refused(request_id=name, outcome=outcome, reason="because", retry_after_ms=retry_after_ms)
+        refused = Refused(
+            request_id=name, outcome=outcome, reason="because", retry_after_ms=retry_after_ms, cause=cause
+        )
         cluster.scripts[name] = Script(refuse=refused)
         error = _fails(cluster, Request(request_id=name, prompt="x"))
         assert error.code() is code and "because" in error.details()
         trailers = dict(error.trailing_metadata())
         assert trailers.get("baton-retry-after-ms") == (None if retry_after_ms is None else str(retry_after_ms))
+        assert trailers.get("baton-refusal-cause") == (None if cause is None else cause.value)
 
 
 # ---- ends that clients bring about ----------------------------------------------------------------------------------

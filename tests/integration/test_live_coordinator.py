@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc
 from cluster.core.config import ClusterConfig, CoordinatorConfig, ModelConfig, PoolConfig
-from cluster.core.ids import AttemptId, FrontId, Outcome, Role, WorkerId
+from cluster.core.ids import AttemptId, FrontId, Outcome, RefusalCause, Role, WorkerId
 from cluster.core.messages import (
     AttemptFailed,
     Block,
@@ -54,6 +55,7 @@ from cluster.core.messages import (
     WorkerWelcome,
 )
 from cluster.core.state import ClusterState
+from cluster.core.tenant_config import NamedTenant, QuotaConfig, TenantConfig, TenantsConfig
 from cluster.live import services
 from cluster.live.coordinator import CoordinatorSettings, run_coordinator
 from cluster.wire.channels import PortInUseError, make_channel
@@ -264,6 +266,32 @@ def test_status_shows_the_workers() -> None:
 
 
 @pytest.mark.bad_day(13)
+@pytest.mark.bad_day(31)
+def test_a_tenant_over_its_quota_is_refused_and_status_tells_of_it() -> None:
+    quota = TenantConfig(quota=QuotaConfig(tokens_per_s=1, burst_tokens=60))
+    config = dataclasses.replace(make_config(), tenants=TenantsConfig(named=(NamedTenant(name="a", config=quota),)))
+
+    async def scenario(coordinator: Running) -> None:
+        front, _, decode = await joined(coordinator)
+        await front.say(*submit("first", tenant="a"))
+        await decode.hear_a(Reserve)
+        await front.say(*submit("second", tenant="a"))
+        refused = await front.hear_a(Refused)
+        assert refused.request_id == "second" and refused.outcome is Outcome.REJECTED_OVERLOAD
+        assert refused.cause is RefusalCause.QUOTA and 0 < refused.retry_after_ms <= 36_000
+        await front.say(*submit("third", tenant="b"))
+        await decode.hear_a(Reserve)
+        admission = (await coordinator.status()).admission
+        assert [(refusal.cause, refusal.count) for refusal in admission.refusals] == [("quota", 1)]
+        named, other = admission.tenants
+        assert (named.name, named.num_running, named.num_refused, other.name) == ("a", 1, 1, "b")
+        assert (
+            named.HasField("quota") and 12 <= named.quota.level_tokens <= 12 + TIMEOUT_S and not other.HasField("quota")
+        )
+
+    run(scenario, config)
+
+
 def test_an_unreachable_worker_is_refused_with_the_address_tried() -> None:
     async def scenario(coordinator: Running) -> None:
         with socket.socket() as unused:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.core.ids import Outcome, Role, WorkerId
+from cluster.core.output_estimate import OutputEstimate
 from cluster.sim.checks import held
 from cluster.sim.engine_model import StepCost
 from cluster.sim.fabric import Family
@@ -47,7 +48,7 @@ def blocks_kept(world: World, name: str) -> int:
 @pytest.fixture
 def preempted(monkeypatch: pytest.MonkeyPatch) -> list[SequenceKey]:
     """Answers grow beyond what admission expects of them; the sequences preempted for it, as they come."""
-    monkeypatch.setattr("cluster.policy.placement.EXPECTED_OUTPUT_TOKENS", 2)
+    monkeypatch.setattr(OutputEstimate, "num_tokens", 2)
     keys: list[SequenceKey] = []
     preempt = StepBuilder._preempt
 

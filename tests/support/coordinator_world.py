@@ -54,6 +54,7 @@ from cluster.core.state import ClusterState
 from tests.support.coordinator import MS, TIMELINE, make_config, make_hello, make_load
 
 MAX_DRAIN_STEPS = 5_000
+TENANTS = ("", "a", "b")
 
 
 @dataclass(slots=True)
@@ -347,6 +348,7 @@ class World:
                 num_choices=num_choices,
                 deadline_ms=deadline_ms,
                 priority=priority,
+                tenant=TENANTS[self.num_requests % len(TENANTS)],
             )
         )
 

@@ -92,6 +92,12 @@ def test_options_reach_the_request(tmp_path: Path) -> None:
         "--seed",
         "18446744073709551615",
         "--ignore-eos",
+        "--tenant",
+        "a",
+        "--priority",
+        "-3",
+        "--max-latency",
+        "700",
     ]
     with serving(front) as address:
         baton("generate", "--chat", "Hi", *options, "--stop", "a", "--stop", "b", "-a", address, home=tmp_path)
@@ -102,6 +108,7 @@ def test_options_reach_the_request(tmp_path: Path) -> None:
     assert (sampling.max_tokens, sampling.top_k, sampling.seed, sampling.ignore_eos) == (9, 40, 2**64 - 1, True)
     assert (sampling.temperature, round(sampling.top_p, 6)) == (0.5, 0.9)
     assert list(first.stop) == ["a", "b"]
+    assert (first.tenant, first.priority, first.max_latency_ms) == ("a", -3, 700)
     assert list(second.token_ids.ids) == [1, 2, 3]
     assert not second.sampling.HasField("max_tokens") and not second.sampling.HasField("seed")
 
@@ -304,7 +311,8 @@ def test_a_failed_request_has_its_exit_code(
         (grpc.StatusCode.ABORTED, "transfer_failed: attempts used up", "transfer failed: attempts used up"),
         (grpc.StatusCode.UNAVAILABLE, "this front is shutting down", "unavailable: this front is shutting down"),
         (grpc.StatusCode.INVALID_ARGUMENT, "rejected_invalid: too long", "rejected invalid: too long"),
-        (grpc.StatusCode.INVALID_ARGUMENT, "priority: too high", "invalid argument: priority: too high"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "cache_salt: too long", "invalid argument: cache_salt: too long"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "priority: too high", "--priority: too high"),
         (
             grpc.StatusCode.INVALID_ARGUMENT,
             "sampling.temperature: must be in [0, 100], got -1.0",

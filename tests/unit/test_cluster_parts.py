@@ -7,50 +7,11 @@ import pytest
 from cluster.core.ids import AttemptId, Role, WorkerId
 from cluster.core.leases import Lease, LeaseLedger, Side
 from cluster.core.limits import MAX_LOST_NAMES
-from cluster.core.queue import RequestQueue
 from cluster.core.timers import TimerKey, TimerKind, Timers
 from cluster.core.workers import WorkerRegistry
 from tests.support.coordinator import D0, D1, P0, P1, make_config, make_hello
 
 A, B = TimerKey(TimerKind.REQUEST, "a"), TimerKey(TimerKind.REQUEST, "b")
-
-
-def _drain(queue: RequestQueue) -> list[str]:
-    order = []
-    while (request_id := queue.head()) is not None:
-        order.append(request_id)
-        queue.remove(request_id)
-        queue.check_invariants()
-    return order
-
-
-def test_queue_goes_by_priority_then_rank() -> None:
-    queue = RequestQueue(limit=3)
-    for rank, (request_id, priority) in enumerate([("a", 0), ("b", 1), ("c", 1), ("d", -1)]):
-        queue.push(request_id, priority=priority, rank=rank, num_tokens=10)
-    assert len(queue) == 4 > queue.limit and queue.num_tokens == 40 and "a" in queue
-    assert _drain(queue) == ["b", "c", "a", "d"]
-    assert queue.num_tokens == 0 and len(queue) == 0 and "a" not in queue
-
-
-def test_queue_takes_back_by_rank_what_was_in_it_before() -> None:
-    queue = RequestQueue(limit=3)
-    queue.push("a", priority=0, rank=1, num_tokens=1)
-    queue.push("b", priority=0, rank=2, num_tokens=1)
-    queue.remove("a")
-    queue.push("a", priority=0, rank=1, num_tokens=7)
-    queue.check_invariants()
-    assert queue.num_tokens == 8 and _drain(queue) == ["a", "b"]
-
-
-def test_queue_stays_small_when_many_leave_from_its_middle() -> None:
-    queue = RequestQueue(limit=10_000)
-    queue.push("first", priority=9, rank=0, num_tokens=1)
-    for rank in range(1, 2_000):
-        queue.push(str(rank), priority=0, rank=rank, num_tokens=1)
-        queue.remove(str(rank))
-    queue.check_invariants()
-    assert _drain(queue) == ["first"]
 
 
 def test_timers_come_in_order_and_once() -> None:

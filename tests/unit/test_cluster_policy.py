@@ -1,24 +1,13 @@
-"""Admission and placement: small worlds in, decisions with reasons out."""
+"""Placement: small worlds in, decisions with reasons out."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 
-from cluster.core.ids import Outcome, WorkerId
-from cluster.policy.admission import (
-    MAX_RETRY_AFTER_MS,
-    MIN_RETRY_AFTER_MS,
-    UNMEASURED_RETRY_AFTER_MS,
-    Admit,
-    Arrival,
-    Refuse,
-    Situation,
-    admit,
-)
+from cluster.core.ids import WorkerId
 from cluster.policy.candidates import MAX_HOLDERS, NUM_DRAWN, candidates_of
 from cluster.policy.placement import Candidates, Demand, Placement, Wait, demand_of, place
 
@@ -298,79 +287,3 @@ def test_of_many_workers_a_few_are_drawn_anew_for_each_decision() -> None:
     assert all(len(drawn) <= MAX_HOLDERS + NUM_DRAWN for drawn in draws)
     times = Counter(worker.id for drawn in draws for worker in drawn[MAX_HOLDERS:])
     assert len(times) == len(workers) - MAX_HOLDERS and max(times.values()) <= 40, "16 is the mean"
-
-
-# ---- admission ------------------------------------------------------------------------------------------------
-
-SITUATION = Situation(
-    num_queued=0,
-    num_queued_tokens=0,
-    queue_limit=4,
-    num_live=0,
-    max_live=100,
-    max_model_tokens=1024,
-    max_prompt_blocks=50,
-    block_size=16,
-    num_readers=0,
-    readers=(),
-)
-ARRIVAL = Arrival(num_prompt_tokens=100, max_tokens=8, num_choices=1, max_latency_ms=None)
-
-
-def _refusal(arrival: Arrival, situation: Situation) -> Refuse:
-    decision = admit(arrival, situation)
-    assert isinstance(decision, Refuse)
-    return decision
-
-
-def test_what_fits_is_admitted() -> None:
-    assert admit(ARRIVAL, SITUATION) == Admit()
-    unknown = replace(SITUATION, max_model_tokens=None, max_prompt_blocks=None)
-    assert admit(replace(ARRIVAL, num_prompt_tokens=10**6), unknown) == Admit(), "nobody is there yet to say no"
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"num_prompt_tokens": 1024}, "1024 tokens, at most 1023"),
-        ({"num_prompt_tokens": 800}, "needs 51 KV blocks, the largest worker has 50"),
-        ({"num_prompt_tokens": 0}, "at least one prompt token"),
-        ({"max_tokens": 0}, "at least 1"),
-        ({"num_choices": 17}, "17 choices"),
-        ({"num_choices": 0}, "0 choices"),
-    ],
-)
-def test_what_can_never_run_is_invalid(changes: dict[str, Any], reason: str) -> None:
-    refusal = _refusal(replace(ARRIVAL, **changes), SITUATION)
-    assert refusal.outcome is Outcome.REJECTED_INVALID and reason in refusal.reason
-    assert refusal.retry_after_ms is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"), [({"num_queued": 4}, "4 requests wait"), ({"num_live": 100}, "100 requests are served")]
-)
-def test_limits_refuse_for_now(changes: dict[str, Any], reason: str) -> None:
-    refusal = _refusal(ARRIVAL, replace(SITUATION, **changes))
-    assert refusal.outcome is Outcome.REJECTED_OVERLOAD and reason in refusal.reason
-    assert refusal.retry_after_ms == UNMEASURED_RETRY_AFTER_MS
-
-
-@pytest.mark.parametrize(
-    ("num_queued_tokens", "retry_after_ms"), [(10, MIN_RETRY_AFTER_MS), (1_000, 1_000), (10**6, MAX_RETRY_AFTER_MS)]
-)
-def test_retry_after_follows_the_queue(num_queued_tokens: int, retry_after_ms: int) -> None:
-    readers = (_worker("p0", ms_per_token=2.0), _worker("p1"))
-    full = replace(SITUATION, num_queued=4, num_queued_tokens=num_queued_tokens, num_readers=2, readers=readers)
-    assert _refusal(ARRIVAL, full).retry_after_ms == retry_after_ms
-
-
-def test_a_latency_limit_that_cannot_be_met_is_refused_at_once() -> None:
-    idle = replace(SITUATION, num_readers=1, readers=(_worker("p0", ms_per_token=2.0),))
-    assert admit(replace(ARRIVAL, max_latency_ms=200), idle) == Admit()
-    never = _refusal(replace(ARRIVAL, max_latency_ms=199), idle)
-    assert never.outcome is Outcome.REJECTED_OVERLOAD and never.retry_after_ms is None, "not even when idle"
-    busy = replace(idle, num_queued_tokens=300, readers=(_worker("p0", ms_per_token=2.0, backlog_tokens=50),))
-    later = _refusal(replace(ARRIVAL, max_latency_ms=300), busy)
-    assert later.retry_after_ms == 600 and "900 ms" in later.reason
-    unmeasured = replace(SITUATION, num_readers=1, readers=(_worker("p0"),))
-    assert admit(replace(ARRIVAL, max_latency_ms=1), unmeasured) == Admit()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from baton.v1 import admin_pb2
+from cluster.cli.status import status_json, status_text
 from cluster.core.config import ClusterConfig, ModelConfig, PoolConfig
 from cluster.core.drain_orders import AfterDrain, DrainOrder
-from cluster.core.ids import Role, WorkerId
+from cluster.core.ids import RefusalCause, Role, WorkerId
 from cluster.core.links import Link
 from cluster.core.messages import BlockCounts, WorkerLoad
-from cluster.core.views import ClusterView, DrainView, PoolView, WorkerView
+from cluster.core.views import AdmissionView, ClusterView, DrainView, PoolView, QuotaView, TenantView, WorkerView
 from cluster.live.admin import drain_order, flip_order, status_response
 from cluster.live.config_file import ClusterFile
 from cluster.live.plan import make_plan
@@ -32,6 +33,26 @@ SLOW_LINK = Link(
     transport="ucx",
     bandwidth_bytes_per_s=100,
     median_bytes_per_s=500,
+)
+ADMISSION = AdmissionView(
+    queue_limit=5,
+    num_queued_tokens=70,
+    slo_ttft_ms=None,
+    refusals=((RefusalCause.QUOTA, 3), (RefusalCause.TOO_MANY, 1)),
+    tenants=(
+        TenantView(
+            name="a",
+            weight=2.0,
+            num_queued=1,
+            num_running=2,
+            num_ended=30,
+            num_refused=4,
+            num_prompt_tokens=600,
+            num_output_tokens=90,
+            expected_output_tokens=5,
+            quota=QuotaView(tokens_per_s=10, burst_tokens=100, level_tokens=-7),
+        ),
+    ),
 )
 
 
@@ -75,6 +96,7 @@ def status(*, prefill: tuple[WorkerView, ...] = (), decode: tuple[WorkerView, ..
         num_running=0,
         num_leases=0,
         links=(SLOW_LINK,),
+        admission=ADMISSION,
     )
     return status_response(CONFIG, view, uptime_ns=0)
 
@@ -99,6 +121,16 @@ def test_links_are_told_with_what_makes_them_slow() -> None:
             is_slow=True,
         )
     ]
+
+
+def test_the_queue_refusals_and_tenants_are_told() -> None:
+    told = status_json(status())["admission"]
+    assert told["refusals"] == {"quota": 3, "too_many": 1} and told["queue_limit"] == 5
+    assert told["slo_ttft_ms"] is None
+    assert told["tenants"][0]["quota"] == {"tokens_per_s": 10, "burst_tokens": 100, "level_tokens": -7}
+    text = status_text(status())
+    assert "queue: 0 of 5 requests, 70 tokens to read; refused: 3 quota, 1 too_many" in text
+    assert text.splitlines()[-1].split() == ["a", "2", "2", "1", "30", "4", "600", "90", "5", "-7"]
 
 
 def test_workers_are_told_in_the_order_of_their_numbers() -> None:

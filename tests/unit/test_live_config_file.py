@@ -155,3 +155,10 @@ def test_the_examples_read(path: Path) -> None:
     file = read_cluster_file(path)
     assert isinstance(file.config, ClusterConfig)
     assert file.folder == EXAMPLES
+
+
+def test_tenants_and_the_limit_on_first_tokens_are_written_as_they_were_read() -> None:
+    tenants = "slo: {ttft_ms: 900}\ntenants:\n  - {name: a, weight: 2, tokens_per_s: 5}\n  - {name: b}\n"
+    config = parse(GOOD + tenants + "default_tenant: {tokens_per_s: 7, burst_tokens: 9}\n").config
+    assert parse(render_cluster_config(config)).config == config
+    assert "cluster.yaml:17: tenants[0].weigth: " in refusal(GOOD + "slo: {}\ntenants:\n  - {name: a, weigth: 2}")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.v1 import control_pb2, inference_pb2, tokens_pb2
 from cluster.core import messages, token_messages
-from cluster.core.ids import Outcome, Role, WorkerId
+from cluster.core.ids import Outcome, RefusalCause, Role, WorkerId
 from cluster.wire import codec
 from cluster.wire.mirror import WireError
 from engine.core.request import RequestBody, Sibling
@@ -137,6 +137,10 @@ def test_enumerations_have_the_same_numbers_and_names_on_both_sides() -> None:
     for number, role in enumerate(Role, start=1):
         assert control_pb2.Role.Name(control_pb2.Role.ValueType(number)) == f"ROLE_{role.name}"
     assert len(control_pb2.Role.keys()) == len(Role) + 1
+    for number, cause in enumerate(RefusalCause, start=1):
+        name = control_pb2.RefusalCause.Name(control_pb2.RefusalCause.ValueType(number))
+        assert name == f"REFUSAL_CAUSE_{cause.name}"
+    assert len(control_pb2.RefusalCause.keys()) == len(RefusalCause) + 1
 
 
 def test_every_wire_message_mirrors_its_class_field_by_field() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from cluster.core.attempts import Attempt, Leg, LegState
-from cluster.core.ids import Outcome, Role, WorkerId
+from cluster.core.handlers.accounting import close_account, uncharge
+from cluster.core.ids import Outcome, RefusalCause, Role, WorkerId
+from cluster.core.lane import QueueEntry
 from cluster.core.leases import Side
 from cluster.core.limits import RELEASE_TIMEOUT_NS, RESUBMIT_TIMEOUT_NS
-from cluster.core.messages import AttemptFailed, CancelLeg, EndRequest, SenderStopped
+from cluster.core.messages import AttemptFailed, CancelLeg, EndRequest, Refused, SenderStopped
 from cluster.core.parts import Parts
 from cluster.core.requests import PLACED_PHASES, Failure, Phase, Request
 from cluster.core.timers import TimerKey, TimerKind
@@ -19,9 +21,17 @@ def watch_deadline(parts: Parts, request: Request) -> None:
 
 def enqueue(parts: Parts, request: Request) -> None:
     """The request, in phase QUEUED, takes its place in the queue."""
-    parts.queue.push(
-        request.request_id, priority=request.priority, rank=request.rank, num_tokens=request.num_read_tokens
+    uncharge(parts, request)
+    entry = QueueEntry(
+        neg_priority=-request.priority,
+        rank=request.rank,
+        request_id=request.request_id,
+        tenant=request.tenant,
+        num_tokens=request.num_read_tokens,
+        cost_tokens=request.cost_tokens,
+        is_fixed=request.last_failure is not None,
     )
+    parts.queue.push(entry, parts.tenants.of(request.tenant).weight)
     watch_deadline(parts, request)
 
 
@@ -166,7 +176,7 @@ def withdraw_attempt(parts: Parts, now_ns: int, request: Request, attempt: Attem
     """The current attempt ends before the front has heard of it: back into the queue, with the deadline it had."""
     assert request.phase is Phase.RESERVING
     close_attempt(parts, now_ns, attempt, reason)
-    request.enter(Phase.QUEUED, request.queued_ns + parts.queue_timeout_ns)
+    request.enter(Phase.QUEUED, request.wait_until_ns(parts.queue_timeout_ns))
     request.waiting_for = reason
     enqueue(parts, request)
 
@@ -181,11 +191,28 @@ def end_request(parts: Parts, now_ns: int, request: Request, outcome: Outcome, r
     forget_request(parts, now_ns, request, reason)
 
 
+def refuse_waiting(
+    parts: Parts, now_ns: int, request: Request, cause: RefusalCause, reason: str, retry_after_ms: int
+) -> None:
+    """It waits for its first place, and does so in vain."""
+    parts.tenants.refuse(parts.tenants.of(request.tenant), cause)
+    refused = Refused(
+        request_id=request.request_id,
+        outcome=Outcome.REJECTED_OVERLOAD,
+        reason=reason,
+        retry_after_ms=retry_after_ms,
+        cause=cause,
+    )
+    parts.outbox.to_front(request.front, refused)
+    forget_request(parts, now_ns, request, reason)
+
+
 def forget_request(parts: Parts, now_ns: int, request: Request, reason: str) -> None:
     """Whatever phase it is in: its legs stop, and the request and its body are forgotten."""
     attempt = current_attempt(parts, request)
     if attempt is not None:
         close_attempt(parts, now_ns, attempt, reason)
+    close_account(parts, now_ns, request)
     if request.phase is Phase.QUEUED:
         parts.queue.remove(request.request_id)
     elif request.phase is Phase.RECOVERING:

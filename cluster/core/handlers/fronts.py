@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from cluster.core.handlers.accounting import settle
+from cluster.core.handlers.admitting import on_new_request
 from cluster.core.handlers.ending import current_attempt, enqueue, fail_attempt, fail_request, forget_request
 from cluster.core.handlers.rebuilding import on_announced, on_earlier_life, refuse_duplicate
-from cluster.core.ids import FrontId, Outcome, Role
-from cluster.core.limits import MAX_LIVE_REQUESTS, NS_PER_MS
+from cluster.core.ids import FrontId, Outcome
 from cluster.core.messages import (
     CancelRequest,
     EndRequest,
     FrontHello,
     FrontWelcome,
-    Refused,
     RequestDone,
     Resubmit,
     StreamLost,
@@ -20,8 +20,6 @@ from cluster.core.messages import (
 from cluster.core.parts import Parts
 from cluster.core.prefix_map import pack_chain
 from cluster.core.requests import Failure, Phase, Request
-from cluster.policy.admission import Arrival, Refuse, Situation, admit
-from cluster.policy.candidates import candidates_of
 
 
 def on_front_hello(parts: Parts, now_ns: int, front: FrontId, message: FrontHello) -> None:
@@ -56,34 +54,7 @@ def on_submit(parts: Parts, now_ns: int, front: FrontId, message: Submit) -> Non
         if known.front != front:
             refuse_duplicate(parts, front, message.request_id)
         return
-    decision = admit(_arrival(message), situation(parts))
-    if isinstance(decision, Refuse):
-        refused = Refused(
-            request_id=message.request_id,
-            outcome=decision.outcome,
-            reason=decision.reason,
-            retry_after_ms=decision.retry_after_ms,
-        )
-        parts.outbox.to_front(front, refused)
-        parts.outbox.drop_body(message.request_id)
-        return
-    request = Request(
-        request_id=message.request_id,
-        front=front,
-        rank=parts.requests.next_rank(),
-        num_prompt_tokens=message.num_prompt_tokens,
-        max_tokens=message.max_tokens,
-        num_choices=message.num_choices,
-        priority=message.priority,
-        submitted_ns=now_ns,
-        queued_ns=now_ns,
-        deadline_ns=None if message.deadline_ms is None else now_ns + message.deadline_ms * NS_PER_MS,
-        phase_deadline_ns=now_ns + parts.queue_timeout_ns,
-        attempt_floor=max(message.attempt_floor, parts.requests.last_attempt(message.request_id)),
-        chain=pack_chain(message.block_hashes, (message.num_prompt_tokens - 1) // parts.config.kv.block_size),
-    )
-    parts.requests.add(request)
-    enqueue(parts, request)
+    on_new_request(parts, now_ns, front, message)
 
 
 def on_cancel(parts: Parts, now_ns: int, front: FrontId, message: CancelRequest) -> None:
@@ -95,6 +66,7 @@ def on_cancel(parts: Parts, now_ns: int, front: FrontId, message: CancelRequest)
 def on_request_done(parts: Parts, now_ns: int, front: FrontId, message: RequestDone) -> None:
     request = _request_of(parts, front, message.request_id)
     if request is not None:
+        settle(parts, now_ns, request, message.outcome, message.num_output_tokens)
         forget_request(parts, now_ns, request, f"done: {message.outcome.value}")
 
 
@@ -114,6 +86,7 @@ def on_resubmit(parts: Parts, now_ns: int, front: FrontId, message: Resubmit) ->
     if message.block_hashes:
         num_matchable = (request.num_read_tokens - 1) // parts.config.kv.block_size
         request.chain = pack_chain(message.block_hashes, num_matchable)
+    request.start_by = None
     request.queued_ns = now_ns
     request.enter(Phase.QUEUED, now_ns + parts.queue_timeout_ns)
     enqueue(parts, request)
@@ -133,33 +106,6 @@ def on_stream_lost(parts: Parts, now_ns: int, front: FrontId, message: StreamLos
     if request.phase is Phase.RESERVING or attempt.leg_on(message.worker) is None:
         return
     fail_attempt(parts, now_ns, request, attempt, failure)
-
-
-def situation(parts: Parts) -> Situation:
-    """The cluster as admission sees it: of the workers that read prompts, a few."""
-    readers = parts.workers.with_role(Role.PREFILL) or parts.workers.with_role(Role.DECODE)
-    lengths = (parts.workers.max_model_tokens, parts.config.model.max_model_tokens)
-    return Situation(
-        num_queued=len(parts.queue),
-        num_queued_tokens=parts.queue.num_tokens,
-        queue_limit=parts.queue.limit,
-        num_live=len(parts.requests),
-        max_live=MAX_LIVE_REQUESTS,
-        max_model_tokens=min((length for length in lengths if length is not None), default=None),
-        max_prompt_blocks=parts.workers.max_decode_blocks,
-        block_size=parts.config.kv.block_size,
-        num_readers=len(readers),
-        readers=candidates_of(readers, (), parts.next_seed()),
-    )
-
-
-def _arrival(message: Submit) -> Arrival:
-    return Arrival(
-        num_prompt_tokens=message.num_prompt_tokens,
-        max_tokens=message.max_tokens,
-        num_choices=message.num_choices,
-        max_latency_ms=message.max_latency_ms,
-    )
 
 
 def _request_of(parts: Parts, front: FrontId, request_id: str) -> Request | None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from cluster.core.attempts import Attempt, Leg, LegState
 from cluster.core.disaggregation import ALWAYS_PUSHED
+from cluster.core.handlers.accounting import demand_for
 from cluster.core.handlers.ending import watch_deadline, withdraw_attempt
 from cluster.core.handlers.suspecting import keep_apart, on_placed
 from cluster.core.ids import Outcome, Role, Route, WorkerId
@@ -18,7 +19,7 @@ from cluster.core.timers import TimerKey, TimerKind
 from cluster.core.workers import Worker
 from cluster.policy.candidates import MAX_HOLDERS, candidates_of
 from cluster.policy.decision import Cause
-from cluster.policy.placement import Candidates, Demand, Placement, Wait, demand_of, place, takes
+from cluster.policy.placement import Candidates, Demand, Placement, Wait, place, takes
 
 
 def place_waiting(parts: Parts, now_ns: int) -> None:
@@ -27,12 +28,13 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
         request = parts.requests.get(request_id)
         assert request is not None and request.phase is Phase.QUEUED
         request.excluded = {worker: until for worker, until in request.excluded.items() if until > now_ns}
-        demand = _demand(parts, request)
+        demand = demand_for(parts, request)
         decision = _decide(parts, now_ns, request, demand)
         if isinstance(decision, Wait):
             request.waiting_for = decision.reason
             return
-        parts.queue.remove(request_id)
+        parts.queue.serve(request_id)
+        request.is_charged = True
         request.attempt = request.next_attempt
         request.waiting_for = ""
         if decision.prefill is None:
@@ -44,19 +46,9 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
 
 def has_room_elsewhere(parts: Parts, request: Request) -> bool:
     """Whether some decode worker that may be given work could take the request now, besides what it has."""
-    demand = _demand(parts, request)
+    demand = demand_for(parts, request)
     decode = _candidates(parts, request).decode
     return any(takes(worker, demand) for worker in decode if worker.id not in request.excluded)
-
-
-def _demand(parts: Parts, request: Request) -> Demand:
-    return demand_of(
-        request.num_read_tokens,
-        request.max_tokens - request.num_delivered,
-        parts.config.kv.block_size,
-        num_choices=request.num_choices,
-        num_unshared=request.num_unshared,
-    )
 
 
 def _decide(parts: Parts, now_ns: int, request: Request, demand: Demand) -> Placement | Wait:

@@ -8,6 +8,7 @@ the end of the rebuild window the others are tried again from what their clients
 from __future__ import annotations
 
 from cluster.core.attempts import Attempt, Leg, LegState
+from cluster.core.handlers.accounting import demand_for, expected_output, take_account_over
 from cluster.core.handlers.ending import (
     close_attempt,
     fail_request,
@@ -40,7 +41,7 @@ from cluster.core.parts import Parts
 from cluster.core.reports import HeldLeg, LiveRequest
 from cluster.core.requests import Failure, Phase, Request
 from cluster.core.timers import TimerKey, TimerKind
-from cluster.policy.placement import Demand, demand_of
+from cluster.policy.placement import Demand
 
 NOT_TAKEN_OVER = Failure(Outcome.WORKER_LOST, "the coordinator restarted, and no worker goes on with it")
 DUPLICATE = "a request of that id is running already"
@@ -80,18 +81,22 @@ def on_announced(parts: Parts, now_ns: int, front: FrontId, live: LiveRequest) -
         _end_for(parts, front, live.request_id, DUPLICATE)
         return
     is_awaited = live.is_running and parts.rebuild.is_open
+    num_choices = max(1, live.num_choices)
+    num_expected = expected_output(parts, parts.tenants.of(live.tenant), live.num_prompt_tokens, live.max_tokens)
     request = Request(
         request_id=live.request_id,
         front=front,
         rank=parts.requests.next_rank(),
         num_prompt_tokens=live.num_prompt_tokens,
         max_tokens=live.max_tokens,
-        num_choices=max(1, live.num_choices),
+        num_choices=num_choices,
         priority=live.priority,
         submitted_ns=now_ns,
         queued_ns=now_ns,
         deadline_ns=None if live.deadline_ms is None else now_ns + live.deadline_ms * NS_PER_MS,
         phase_deadline_ns=None if live.is_running else now_ns + RESUBMIT_TIMEOUT_NS,
+        tenant=live.tenant,
+        cost_tokens=live.num_prompt_tokens + num_choices * num_expected,
         phase=Phase.RECOVERING if live.is_running else Phase.WAITING_FRONT,
         attempt=live.attempt,
         attempt_floor=parts.requests.last_attempt(live.request_id),
@@ -101,6 +106,7 @@ def on_announced(parts: Parts, now_ns: int, front: FrontId, live: LiveRequest) -
         last_failure=NOT_TAKEN_OVER,
     )
     parts.requests.add(request)
+    take_account_over(parts, now_ns, request)
     watch_deadline(parts, request)
     if is_awaited:
         _resolve(parts, now_ns, request.attempt_id)
@@ -233,7 +239,7 @@ def _take_over_end(parts: Parts, now_ns: int, request: Request, worker: WorkerId
 
 def _take_over_push(parts: Parts, now_ns: int, request: Request, pair: _PushPair) -> None:
     """Both sides of the push are there. If the first token was the last one, decode is not needed."""
-    attempt = _open_pair(parts, now_ns, pair, _demand(parts, request))
+    attempt = _open_pair(parts, now_ns, pair, demand_for(parts, request))
     request.enter(Phase.PREFILLING)
     source = pair[0][1]
     if source.stage is LegStage.FINISHED:
@@ -245,7 +251,7 @@ def _take_over_push(parts: Parts, now_ns: int, request: Request, pair: _PushPair
 
 def _whole_attempt(parts: Parts, now_ns: int, request: Request, worker_id: WorkerId) -> Attempt:
     """The request's attempt, which needs nothing but this worker. Its leg is PLANNED."""
-    demand = _demand(parts, request)
+    demand = demand_for(parts, request)
     leg = Leg(
         attempt_id=request.attempt_id,
         worker=worker_id,
@@ -317,16 +323,6 @@ def _lease(parts: Parts, now_ns: int, attempt: Attempt, side: Side, num_blocks: 
             num_blocks=num_blocks,
             opened_ns=now_ns,
         )
-    )
-
-
-def _demand(parts: Parts, request: Request) -> Demand:
-    return demand_of(
-        request.num_read_tokens,
-        request.max_tokens - request.num_delivered,
-        parts.config.kv.block_size,
-        num_choices=request.num_choices,
-        num_unshared=request.num_unshared,
     )
 
 

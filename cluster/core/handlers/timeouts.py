@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from cluster.core.handlers import draining
-from cluster.core.handlers.ending import current_attempt, end_request, fail_attempt, forget_request, watch_deadline
-from cluster.core.handlers.fronts import situation
+from cluster.core.handlers.admitting import retry_after_all_ms
+from cluster.core.handlers.ending import (
+    current_attempt,
+    end_request,
+    fail_attempt,
+    refuse_waiting,
+    watch_deadline,
+)
 from cluster.core.handlers.placing import exclude_and_withdraw
 from cluster.core.handlers.rebuilding import on_window_due
 from cluster.core.handlers.workers import lose_worker, on_silence, on_unreleased
-from cluster.core.ids import AttemptId, Outcome, WorkerId
+from cluster.core.ids import AttemptId, Outcome, RefusalCause, WorkerId
 from cluster.core.limits import NS_PER_MS
-from cluster.core.messages import Refused
 from cluster.core.parts import Parts
 from cluster.core.requests import Failure, Phase, Request
 from cluster.core.timers import TimerKey, TimerKind
-from cluster.policy.admission import retry_after_ms
+from cluster.policy.admission import limit_text
 
 
 def on_tick(parts: Parts, now_ns: int) -> None:
@@ -65,14 +70,13 @@ def _on_queue_timeout(parts: Parts, now_ns: int, request: Request) -> None:
         reason = f"{reason}; before that, {request.last_failure.reason}"
         end_request(parts, now_ns, request, request.last_failure.outcome, reason)
         return
-    refused = Refused(
-        request_id=request.request_id,
-        outcome=Outcome.REJECTED_OVERLOAD,
-        reason=reason,
-        retry_after_ms=retry_after_ms(situation(parts)),
-    )
-    parts.outbox.to_front(request.front, refused)
-    forget_request(parts, now_ns, request, reason)
+    after_ms = retry_after_all_ms(parts)
+    start_by = request.start_by
+    if start_by is None or now_ns < start_by.due_ns:
+        refuse_waiting(parts, now_ns, request, RefusalCause.NO_PLACE, reason, after_ms)
+        return
+    reason = f"{reason}; {limit_text(start_by.cause, start_by.limit_ms)}, which cannot be met any more"
+    refuse_waiting(parts, now_ns, request, start_by.cause, reason, after_ms)
 
 
 def _on_finished_timeout(parts: Parts, now_ns: int, request: Request) -> None:

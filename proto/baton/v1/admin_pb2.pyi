@@ -161,6 +161,7 @@ class GetStatusResponse(_message.Message):
     NUM_FRONTS_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
+    ADMISSION_FIELD_NUMBER: _builtins.int
     ROUTES_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     NUM_POISON_FIELD_NUMBER: _builtins.int
@@ -184,6 +185,8 @@ class GetStatusResponse(_message.Message):
         """The connections over which workers push KV, by writer and peer."""
 
     @_builtins.property
+    def admission(self) -> Global___AdmissionStatus: ...
+    @_builtins.property
     def routes(self) -> Global___RoutesStatus:
         """Unset where there is no prefill pool."""
 
@@ -199,13 +202,14 @@ class GetStatusResponse(_message.Message):
         num_fronts: _builtins.int = ...,
         uptime_s: _builtins.float = ...,
         links: _abc.Iterable[Global___LinkStatus] | None = ...,
+        admission: Global___AdmissionStatus | None = ...,
         routes: Global___RoutesStatus | None = ...,
         metrics_address: _builtins.str = ...,
         num_poison: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["routes", b"routes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "routes", b"routes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "epoch", b"epoch", "links", b"links", "metrics_address", b"metrics_address", "model", b"model", "num_fronts", b"num_fronts", "num_poison", b"num_poison", "num_queued", b"num_queued", "num_running", b"num_running", "pools", b"pools", "routes", b"routes", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "cluster", b"cluster", "epoch", b"epoch", "links", b"links", "metrics_address", b"metrics_address", "model", b"model", "num_fronts", b"num_fronts", "num_poison", b"num_poison", "num_queued", b"num_queued", "num_running", b"num_running", "pools", b"pools", "routes", b"routes", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -290,6 +294,157 @@ class RouteCount(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouteCount: _TypeAlias = RouteCount  # noqa: Y015
+
+@_typing.final
+class AdmissionStatus(_message.Message):
+    """What waits, and what was refused."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_LIMIT_FIELD_NUMBER: _builtins.int
+    NUM_QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    SLO_TTFT_MS_FIELD_NUMBER: _builtins.int
+    queue_limit: _builtins.int
+    """Requests that may wait."""
+    num_queued_tokens: _builtins.int
+    """Tokens to be read for those that do."""
+    slo_ttft_ms: _builtins.int
+    """The cluster file's limit on the time to a first token; unset: none."""
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusalCount]:
+        """In this life of the coordinator."""
+
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStatus]:
+        """Those that the cluster file names, and others that have asked for something lately; not more than a hundred."""
+
+    def __init__(
+        self,
+        *,
+        queue_limit: _builtins.int = ...,
+        num_queued_tokens: _builtins.int = ...,
+        refusals: _abc.Iterable[Global___RefusalCount] | None = ...,
+        tenants: _abc.Iterable[Global___TenantStatus] | None = ...,
+        slo_ttft_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_slo_ttft_ms", b"_slo_ttft_ms", "slo_ttft_ms", b"slo_ttft_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slo_ttft_ms", b"_slo_ttft_ms", "num_queued_tokens", b"num_queued_tokens", "queue_limit", b"queue_limit", "refusals", b"refusals", "slo_ttft_ms", b"slo_ttft_ms", "tenants", b"tenants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__slo_ttft_ms: _TypeAlias = _typing.Literal["slo_ttft_ms"]  # noqa: Y015
+    _WhichOneofArgType__slo_ttft_ms: _TypeAlias = _typing.Literal["_slo_ttft_ms", b"_slo_ttft_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slo_ttft_ms) -> _WhichOneofReturnType__slo_ttft_ms | None: ...
+
+Global___AdmissionStatus: _TypeAlias = AdmissionStatus  # noqa: Y015
+
+@_typing.final
+class RefusalCount(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    cause: _builtins.str
+    """As in the trailer `baton-refusal-cause`."""
+    count: _builtins.int
+    def __init__(
+        self,
+        *,
+        cause: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "count", b"count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusalCount: _TypeAlias = RefusalCount  # noqa: Y015
+
+@_typing.final
+class TenantStatus(_message.Message):
+    """Counts are of this life of the coordinator."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    NUM_QUEUED_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_ENDED_FIELD_NUMBER: _builtins.int
+    NUM_REFUSED_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    QUOTA_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Empty: requests that name none."""
+    weight: _builtins.float
+    num_queued: _builtins.int
+    """Requests that wait for a place, and that have one."""
+    num_running: _builtins.int
+    num_ended: _builtins.int
+    """Requests that ended with an answer, and that were refused."""
+    num_refused: _builtins.int
+    num_prompt_tokens: _builtins.int
+    """Of those that ended with an answer."""
+    num_output_tokens: _builtins.int
+    expected_output_tokens: _builtins.int
+    """What an answer is expected to have."""
+    @_builtins.property
+    def quota(self) -> Global___QuotaStatus:
+        """Unset: it has no quota."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        num_queued: _builtins.int = ...,
+        num_running: _builtins.int = ...,
+        num_ended: _builtins.int = ...,
+        num_refused: _builtins.int = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_output_tokens: _builtins.int = ...,
+        expected_output_tokens: _builtins.int = ...,
+        quota: Global___QuotaStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_quota", b"_quota", "quota", b"quota"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_quota", b"_quota", "expected_output_tokens", b"expected_output_tokens", "name", b"name", "num_ended", b"num_ended", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_queued", b"num_queued", "num_refused", b"num_refused", "num_running", b"num_running", "quota", b"quota", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__quota: _TypeAlias = _typing.Literal["quota"]  # noqa: Y015
+    _WhichOneofArgType__quota: _TypeAlias = _typing.Literal["_quota", b"_quota"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__quota) -> _WhichOneofReturnType__quota | None: ...
+
+Global___TenantStatus: _TypeAlias = TenantStatus  # noqa: Y015
+
+@_typing.final
+class QuotaStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    BURST_TOKENS_FIELD_NUMBER: _builtins.int
+    LEVEL_TOKENS_FIELD_NUMBER: _builtins.int
+    tokens_per_s: _builtins.int
+    burst_tokens: _builtins.int
+    level_tokens: _builtins.int
+    """What it could take now; below zero while answers that were longer than expected are paid off."""
+    def __init__(
+        self,
+        *,
+        tokens_per_s: _builtins.int = ...,
+        burst_tokens: _builtins.int = ...,
+        level_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["burst_tokens", b"burst_tokens", "level_tokens", b"level_tokens", "tokens_per_s", b"tokens_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuotaStatus: _TypeAlias = QuotaStatus  # noqa: Y015
 
 @_typing.final
 class LinkStatus(_message.Message):

@@ -25,6 +25,36 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _RefusalCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RefusalCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RefusalCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REFUSAL_CAUSE_UNSPECIFIED: _RefusalCause.ValueType  # 0
+    REFUSAL_CAUSE_INVALID: _RefusalCause.ValueType  # 1
+    REFUSAL_CAUSE_TOO_MANY: _RefusalCause.ValueType  # 2
+    REFUSAL_CAUSE_DISPLACED: _RefusalCause.ValueType  # 3
+    REFUSAL_CAUSE_QUOTA: _RefusalCause.ValueType  # 4
+    REFUSAL_CAUSE_SLO: _RefusalCause.ValueType  # 5
+    REFUSAL_CAUSE_MAX_LATENCY: _RefusalCause.ValueType  # 6
+    REFUSAL_CAUSE_DEADLINE: _RefusalCause.ValueType  # 7
+    REFUSAL_CAUSE_NO_PLACE: _RefusalCause.ValueType  # 8
+
+class RefusalCause(_RefusalCause, metaclass=_RefusalCauseEnumTypeWrapper):
+    """As cluster/core/ids.py explains them."""
+
+REFUSAL_CAUSE_UNSPECIFIED: RefusalCause.ValueType  # 0
+REFUSAL_CAUSE_INVALID: RefusalCause.ValueType  # 1
+REFUSAL_CAUSE_TOO_MANY: RefusalCause.ValueType  # 2
+REFUSAL_CAUSE_DISPLACED: RefusalCause.ValueType  # 3
+REFUSAL_CAUSE_QUOTA: RefusalCause.ValueType  # 4
+REFUSAL_CAUSE_SLO: RefusalCause.ValueType  # 5
+REFUSAL_CAUSE_MAX_LATENCY: RefusalCause.ValueType  # 6
+REFUSAL_CAUSE_DEADLINE: RefusalCause.ValueType  # 7
+REFUSAL_CAUSE_NO_PLACE: RefusalCause.ValueType  # 8
+Global___RefusalCause: _TypeAlias = RefusalCause  # noqa: Y015
+
 class _Route:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -488,6 +518,7 @@ class LiveRequest(_message.Message):
     NUM_DELIVERED_FIELD_NUMBER: _builtins.int
     NUM_UNSHARED_FIELD_NUMBER: _builtins.int
     NUM_FAILURES_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     is_running: _builtins.bool
@@ -499,6 +530,7 @@ class LiveRequest(_message.Message):
     num_delivered: _builtins.int
     num_unshared: _builtins.int
     num_failures: _builtins.int
+    tenant: _builtins.str
     def __init__(
         self,
         *,
@@ -513,10 +545,11 @@ class LiveRequest(_message.Message):
         num_delivered: _builtins.int = ...,
         num_unshared: _builtins.int = ...,
         num_failures: _builtins.int = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "deadline_ms", b"deadline_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "attempt", b"attempt", "deadline_ms", b"deadline_ms", "is_running", b"is_running", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_delivered", b"num_delivered", "num_failures", b"num_failures", "num_prompt_tokens", b"num_prompt_tokens", "num_unshared", b"num_unshared", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "attempt", b"attempt", "deadline_ms", b"deadline_ms", "is_running", b"is_running", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_delivered", b"num_delivered", "num_failures", b"num_failures", "num_prompt_tokens", b"num_prompt_tokens", "num_unshared", b"num_unshared", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
     _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015
@@ -769,11 +802,13 @@ class Refused(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
     IS_DUPLICATE_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     outcome: _inference_pb2.Outcome.ValueType
     reason: _builtins.str
     retry_after_ms: _builtins.int
     is_duplicate: _builtins.bool
+    cause: Global___RefusalCause.ValueType
     def __init__(
         self,
         *,
@@ -782,13 +817,19 @@ class Refused(_message.Message):
         reason: _builtins.str = ...,
         retry_after_ms: _builtins.int | None = ...,
         is_duplicate: _builtins.bool = ...,
+        cause: Global___RefusalCause.ValueType | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_ms", b"_retry_after_ms", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cause", b"_cause", "_retry_after_ms", b"_retry_after_ms", "cause", b"cause", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_ms", b"_retry_after_ms", "is_duplicate", b"is_duplicate", "outcome", b"outcome", "reason", b"reason", "request_id", b"request_id", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cause", b"_cause", "_retry_after_ms", b"_retry_after_ms", "cause", b"cause", "is_duplicate", b"is_duplicate", "outcome", b"outcome", "reason", b"reason", "request_id", b"request_id", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cause: _TypeAlias = _typing.Literal["cause"]  # noqa: Y015
+    _WhichOneofArgType__cause: _TypeAlias = _typing.Literal["_cause", b"_cause"]  # noqa: Y015
     _WhichOneofReturnType__retry_after_ms: _TypeAlias = _typing.Literal["retry_after_ms"]  # noqa: Y015
     _WhichOneofArgType__retry_after_ms: _TypeAlias = _typing.Literal["_retry_after_ms", b"_retry_after_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cause) -> _WhichOneofReturnType__cause | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after_ms) -> _WhichOneofReturnType__retry_after_ms | None: ...
 
 Global___Refused: _TypeAlias = Refused  # noqa: Y015

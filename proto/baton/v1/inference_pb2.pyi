@@ -84,15 +84,17 @@ class GenerateRequest(_message.Message):
     prompt: _builtins.str
     """Plain text, tokenised as it is (the tokenizer's own special tokens, such as BOS, are added)."""
     priority: _builtins.int
-    """Higher runs first while requests wait. Default 0; range -100..100."""
+    """Higher runs first while requests of its tenant wait. Default 0; range -100..100."""
     tenant: _builtins.str
-    """For accounting and fairness; at most 128 characters. Default: empty, one shared tenant."""
+    """Whose quota and share of the cluster it counts for; at most 128 characters. Default: empty, one shared tenant."""
     adapter: _builtins.str
     """Name of an adapter of the model. None is served yet: anything but empty is refused."""
     cache_salt: _builtins.str
     """Requests share cached prompt prefixes only with requests of the same salt; at most 128 characters."""
     max_latency_ms: _builtins.int
-    """Refuse or end the request if its first token cannot come within so many milliseconds. 0: no limit."""
+    """Refuse or end the request if its first token cannot come within so many milliseconds. It is refused as soon as that
+    is foreseen. 0: no limit.
+    """
     timeout_ms: _builtins.int
     """End the request, as DEADLINE_EXCEEDED, so many milliseconds after its arrival. 0: no limit; at most 30 days. The
     call's own deadline should leave time for the last message.

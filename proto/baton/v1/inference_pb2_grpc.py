@@ -60,7 +60,9 @@ class InferenceServicer:
         Where the outcome is neither STOP nor LENGTH an error status follows.
 
         Status codes: INVALID_ARGUMENT (the message names the field), NOT_FOUND (unknown model), ALREADY_EXISTS (a request
-        with this id is running), RESOURCE_EXHAUSTED (overload; the trailer `baton-retry-after-ms` says when to try again),
+        with this id is running), RESOURCE_EXHAUSTED (refused for now; the trailer `baton-retry-after-ms` says when to try
+        again, where that can help, and `baton-refusal-cause` why: "too_many", "displaced" (by a tenant with less than its
+        share of the queue), "quota", "slo", "max_latency", "deadline", or "no_place" (within the queue's timeout)),
         DEADLINE_EXCEEDED, CANCELLED, UNAVAILABLE (this front or the whole cluster is going away: retry elsewhere),
         ABORTED (workers were lost, or the KV transfer failed, more often than the cluster retries), INTERNAL.
 
