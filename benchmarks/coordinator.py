@@ -9,25 +9,25 @@ medians of the rounds. Memory is what Python holds for requests that are being d
 from __future__ import annotations
 
 import gc
-import hashlib
 import random
 import statistics
 import tempfile
 import time
 import tracemalloc
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from benchmarks.report import Report, Result, arguments, at_least, at_most, finish
+from cluster.agent.translation import pack_grants
 from cluster.core.config import ClusterConfig, CoordinatorConfig, ModelConfig, PoolConfig
 from cluster.core.effects import Effect, ToWorker
 from cluster.core.events import Event, FromFront, FromWorker
 from cluster.core.ids import FrontId, Outcome, Role, WorkerId
 from cluster.core.messages import (
-    Block,
+    BLOCK_HASH_BYTES,
     BlockCounts,
     BlockEvents,
     BlockRun,
@@ -49,6 +49,7 @@ from cluster.core.messages import (
 )
 from cluster.core.state import ClusterState
 from cluster.live.journal import Journal, JournalSettings
+from kv_transfer.protocol.messages import BlockGrant
 
 EVENTS: Final = (
     "Submit",
@@ -93,7 +94,7 @@ class Cluster:
     cpu_ns: int = 0
     num_events: int = 0
     sequence_numbers: dict[WorkerId, int] = field(default_factory=dict)
-    cached: dict[WorkerId, deque[tuple[bytes, ...]]] = field(default_factory=dict)
+    cached: dict[WorkerId, deque[bytes]] = field(default_factory=dict)
 
     def handle(self, event: Event) -> list[Effect]:
         """What is measured: the decision, and writing it down."""
@@ -167,16 +168,16 @@ class Prompts:
         self._random = random.Random(seed)
         self._beginnings = [self._hashes(NUM_SHARED_BLOCKS) for _ in range(NUM_BEGINNINGS)]
 
-    def next(self) -> tuple[bytes, ...]:
+    def next(self) -> bytes:
         if self._random.random() < 0.5:
             return self._hashes(NUM_BLOCKS)
         return self._random.choice(self._beginnings) + self._hashes(NUM_BLOCKS - NUM_SHARED_BLOCKS)
 
-    def _hashes(self, count: int) -> tuple[bytes, ...]:
-        return tuple(hashlib.blake2b(self._random.randbytes(8), digest_size=16).digest() for _ in range(count))
+    def _hashes(self, count: int) -> bytes:
+        return self._random.randbytes(count * BLOCK_HASH_BYTES)
 
 
-def _life(cluster: Cluster, request_id: str, hashes: tuple[bytes, ...]) -> Iterator[None]:
+def _life(cluster: Cluster, request_id: str, hashes: bytes) -> Iterator[None]:
     """Goes on by one event at a time."""
     submit = Submit(
         request_id=request_id, num_prompt_tokens=PROMPT_TOKENS + 1, max_tokens=NEW_TOKENS, block_hashes=hashes
@@ -184,7 +185,7 @@ def _life(cluster: Cluster, request_id: str, hashes: tuple[bytes, ...]) -> Itera
     effects = cluster.handle(FromFront(front=FRONT, message=submit))
     reserve_to, reserve = _command(effects, Reserve)
     yield
-    blocks = tuple(Block(index=i, block_id=i, generation=7) for i in range(NUM_BLOCKS + 1))
+    blocks = pack_grants(BlockGrant(index, index, 7) for index in range(NUM_BLOCKS + 1))
     grant = ReserveGranted(
         attempt=reserve.attempt, lease_id=reserve.lease_id, num_cached_blocks=0, blocks=blocks, ttl_ms=10_000
     )
@@ -215,22 +216,26 @@ def _command(effects: list[Effect], kind: type[Reserve] | type[Prefill]) -> tupl
     raise AssertionError(f"no {kind.__name__} came of it: {effects}")
 
 
-def _stored(cluster: Cluster, worker: WorkerId, hashes: tuple[bytes, ...]) -> FromWorker:
+def _stored(cluster: Cluster, worker: WorkerId, hashes: bytes) -> FromWorker:
     """The worker has the prompt's blocks now, and in their place it has evicted those of its oldest prompt."""
     kept = cluster.cached.setdefault(worker, deque())
-    there = {block for prompt in kept for block in prompt}
-    num_known = next((i for i, block in enumerate(hashes) if block not in there), NUM_BLOCKS)
+    num_known = _num_shared(hashes, kept)
     kept.append(hashes)
     evicted: tuple[bytes, ...] = ()
     if len(kept) * NUM_BLOCKS > POOL_BLOCKS:
         oldest = kept.popleft()
-        still = {block for prompt in kept for block in prompt}
-        evicted = tuple(block for block in reversed(oldest) if block not in still)
-    parent = hashes[num_known - 1] if num_known else b""
-    runs = (BlockRun(parent=parent, hashes=hashes[num_known:]),) if num_known < NUM_BLOCKS else ()
+        evicted = (oldest[_num_shared(oldest, kept) * BLOCK_HASH_BYTES :],)
+    parent = hashes[: num_known * BLOCK_HASH_BYTES][-BLOCK_HASH_BYTES:] or bytes(BLOCK_HASH_BYTES)
+    runs = (BlockRun(parent=parent, hashes=hashes[num_known * BLOCK_HASH_BYTES :]),)
     number = cluster.sequence_numbers[worker] = cluster.sequence_numbers.get(worker, 0) + 1
     message = BlockEvents(sequence_number=number, is_snapshot=number == 1, stored=runs, evicted=evicted)
     return FromWorker(worker=worker, message=message)
+
+
+def _num_shared(hashes: bytes, others: Iterable[bytes]) -> int:
+    """Blocks at its beginning that one of the others has as well: none, or all that prompts ever share."""
+    beginning = hashes[: NUM_SHARED_BLOCKS * BLOCK_HASH_BYTES]
+    return NUM_SHARED_BLOCKS if any(other.startswith(beginning) for other in others) else 0
 
 
 def serve(cluster: Cluster, prompts: Prompts, num_requests: int, prefix: str) -> float:

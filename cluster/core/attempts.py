@@ -6,12 +6,12 @@ An attempt outlives its request's interest in it: its legs stay in the table unt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from cluster.core.ids import AttemptId, Role, WorkerId
 
 
-class LegState(Enum):
+class LegState(StrEnum):
     """Where a leg stands.
 
     PLANNED: its worker has not been told. ACTIVE: told. CLOSING: to stop, and not yet released. RELEASED: its worker
@@ -34,7 +34,7 @@ class Leg:
         num_blocks, num_sequences: KV blocks it is expected to take, and sequences it runs at once; counted against the
             worker until released.
         num_unread_tokens: prompt tokens it has still to read, as far as is known; 0 once it has.
-        expected: hashes of the blocks that the prefix map expects of its worker because of it.
+        expectation: what the prefix map calls it while it expects the prompt's blocks of its worker because of it.
         unreported: whether the worker's last heartbeat left before it was told of this leg.
     """
 
@@ -46,7 +46,7 @@ class Leg:
     num_unread_tokens: int
     state: LegState = LegState.PLANNED
     unreported: bool = True
-    expected: tuple[bytes, ...] = ()
+    expectation: int | None = None
 
     @property
     def is_released(self) -> bool:

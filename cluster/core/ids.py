@@ -1,13 +1,15 @@
-"""Names of things that live in a cluster, and the small enumerations everyone shares."""
+"""Names of things that live in a cluster, and the small enumerations everyone shares.
+
+Names are tuples and the enumerations strings, because both are keys of most tables, and these hash and compare fastest.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class WorkerId:
+class WorkerId(NamedTuple):
     """One life of a worker: its name plus a counter that rises at every start."""
 
     name: str
@@ -17,8 +19,7 @@ class WorkerId:
         return f"{self.name}#{self.incarnation}"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class FrontId:
+class FrontId(NamedTuple):
     """One life of a front."""
 
     name: str
@@ -28,8 +29,7 @@ class FrontId:
         return f"{self.name}#{self.incarnation}"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class AttemptId:
+class AttemptId(NamedTuple):
     """One attempt at running a request. The coordinator numbers attempts from 1."""
 
     request_id: str
@@ -39,14 +39,14 @@ class AttemptId:
         return f"{self.request_id}/{self.attempt}"
 
 
-class Role(Enum):
+class Role(StrEnum):
     """What a pool's workers are for."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-class LegStage(Enum):
+class LegStage(StrEnum):
     """Where a worker's part of an attempt stands, as the worker tells a coordinator that did not see it come.
 
     RESERVED: decode waits for its KV. READING: prefill reads the prompt. PUSHING: prefill has drawn the first token and
@@ -62,7 +62,7 @@ class LegStage(Enum):
     CLOSING = "closing"
 
 
-class Outcome(Enum):
+class Outcome(StrEnum):
     """How a request ends; every request ends in exactly one."""
 
     STOP = "stop"

@@ -17,13 +17,24 @@ class Worker:
     """One registered life of a worker. Read by placement as `cluster.policy.costs.WorkerLike`.
 
     `legs` has every leg here of an attempt that is not over; the counts are of those not released. What placement
-    counts with is the coordinator's own book-keeping: exact at once, where a heartbeat comes late.
+    counts with is the coordinator's own book-keeping: exact at once, where a heartbeat comes late. What every decision
+    reads of the hello, the pool and the load is kept in fields of its own.
     """
 
     hello: WorkerHello
     pool: PoolConfig
     load: WorkerLoad
     last_heard_ns: int
+    id: WorkerId = field(init=False)
+    role: Role = field(init=False)
+    pool_name: str = field(init=False)
+    block_size_bytes: int = field(init=False)
+    max_running: int = field(init=False)
+    chunk_tokens: int = field(init=False)
+    num_total_blocks: int = field(init=False)
+    ms_per_token: float = field(init=False)
+    decode_base_ms: float = field(init=False)
+    decode_context_token_ms: float = field(init=False)
     legs: dict[AttemptId, Leg] = field(default_factory=dict)
     num_legs: int = 0
     num_sequences: int = 0
@@ -33,45 +44,14 @@ class Worker:
     is_leaving: bool = False
     num_given_tokens: int = 0
 
-    @property
-    def id(self) -> WorkerId:
-        return self.hello.ref.worker
-
-    @property
-    def role(self) -> Role:
-        return self.hello.role
-
-    @property
-    def pool_name(self) -> str:
-        return self.pool.name
-
-    @property
-    def block_size_bytes(self) -> int:
-        return self.hello.block_size_bytes
-
-    @property
-    def num_total_blocks(self) -> int:
-        return self.load.blocks.total
-
-    @property
-    def max_running(self) -> int:
-        return self.pool.max_running
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self.pool.prefill_chunk_tokens
-
-    @property
-    def ms_per_token(self) -> float:
-        return self.load.step_ms_per_token
-
-    @property
-    def decode_base_ms(self) -> float:
-        return self.load.decode_base_ms
-
-    @property
-    def decode_context_token_ms(self) -> float:
-        return self.load.decode_context_token_ms
+    def __post_init__(self) -> None:
+        self.id = self.hello.ref.worker
+        self.role = self.hello.role
+        self.pool_name = self.pool.name
+        self.block_size_bytes = self.hello.block_size_bytes
+        self.max_running = self.pool.max_running
+        self.chunk_tokens = self.pool.prefill_chunk_tokens
+        self._take_load(self.load)
 
     @property
     def backlog_tokens(self) -> int:
@@ -109,11 +89,18 @@ class Worker:
 
     def hear(self, load: WorkerLoad) -> None:
         """A heartbeat. Its numbers are taken to include every leg that the worker has been told of."""
-        self.load = load
+        self._take_load(load)
         for leg in self.legs.values():
             if leg.unreported and leg.state is not LegState.PLANNED:
                 leg.unreported = False
                 self.num_unreported_tokens -= leg.num_unread_tokens
+
+    def _take_load(self, load: WorkerLoad) -> None:
+        self.load = load
+        self.num_total_blocks = load.blocks.total
+        self.ms_per_token = load.step_ms_per_token
+        self.decode_base_ms = load.decode_base_ms
+        self.decode_context_token_ms = load.decode_context_token_ms
 
     def check_invariants(self) -> None:
         held = [leg for leg in self.legs.values() if not leg.is_released]

@@ -26,7 +26,8 @@ class RequestSpec:
     """A validated request.
 
     Attributes:
-        body: complete; nothing is delivered of any answer yet. block_hashes: of the prompt's full blocks, in order.
+        body: complete; nothing is delivered of any answer yet.
+        block_hashes: of the prompt's full blocks, in order, packed.
         deadline_ns: the client's deadline on the owner's clock, None if it has none.
         max_latency_ms: longest time to the first token that is of use to the client, None if there is no limit.
         has_stop_strings: the owner searches the delivered text and reports StopMatched.
@@ -34,7 +35,7 @@ class RequestSpec:
 
     request_id: str
     body: RequestBody
-    block_hashes: tuple[bytes, ...] = ()
+    block_hashes: bytes = b""
     tenant: str = ""
     deadline_ns: int | None = None
     max_latency_ms: int | None = None

@@ -63,10 +63,10 @@ class ServedModel:
     block_size: int
     tokenizer: TextTokenizer
 
-    def hash_prompt(self, prompt_ids: tuple[int, ...], adapter: str, cache_salt: str) -> tuple[bytes, ...]:
-        """Names of the prompt's full blocks, by which workers may have them cached."""
+    def hash_prompt(self, prompt_ids: tuple[int, ...], adapter: str, cache_salt: str) -> bytes:
+        """Packed names of the prompt's full blocks, by which workers may have them cached."""
         extra = extra_key(self.fingerprint, adapter, cache_salt)
-        return tuple(hash_blocks(prompt_ids, self.block_size, extra))
+        return b"".join(hash_blocks(prompt_ids, self.block_size, extra))
 
 
 def load_model(settings: FrontSettings) -> ServedModel:

@@ -17,7 +17,7 @@ from cluster.core import events
 from cluster.core.brief import brief
 from cluster.core.effects import DropBody, Effect, ToFront, ToWorker
 from cluster.core.events import Event
-from cluster.core.ids import AttemptId
+from cluster.core.ids import AttemptId, FrontId, WorkerId
 from cluster.core.messages import LegTimeline, WorkerRef
 from cluster.core.state import ClusterState
 from cluster.core.views import RequestView
@@ -208,10 +208,12 @@ def _short(message: object) -> str:
 def _short_field(field: dataclasses.Field[Any], value: object) -> str:
     if value is None or value == field.default or field.name in ("request_id", "epoch", "lease_id"):
         return ""
-    if isinstance(value, tuple | list):
-        return f"{field.name}={len(value)}"
     if isinstance(value, AttemptId):
         return f"attempt={value.attempt}"
+    if isinstance(value, tuple | list) and not isinstance(value, WorkerId | FrontId):
+        return f"{field.name}={len(value)}"
+    if isinstance(value, bytes):
+        return f"{field.name}={len(value)} bytes"
     if isinstance(value, WorkerRef):
         return f"{field.name}={value.worker}"
     if isinstance(value, float):

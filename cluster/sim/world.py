@@ -212,7 +212,7 @@ class World:
                 cache_salt=request.cache_salt,
                 priority=request.priority,
             ),
-            block_hashes=tuple(hash_blocks(request.prompt_ids, self.scenario.block_size, extra)),
+            block_hashes=b"".join(hash_blocks(request.prompt_ids, self.scenario.block_size, extra)),
             deadline_ns=None if request.deadline_ns is None else process.now_ns() + request.deadline_ns,
             max_latency_ms=request.max_latency_ms,
             has_stop_strings=request.stop_pair is not None,

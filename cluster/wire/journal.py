@@ -29,7 +29,7 @@ from cluster.core.ids import FrontId, WorkerId
 from cluster.core.messages import FrontMessage, WorkerMessage
 from cluster.core.state import ClusterState
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 _STATE_PACKAGES: Final = ("cluster.core.", "cluster.policy.")
 _STATE_BUILTINS: Final = (("builtins", "set"), ("builtins", "frozenset"), ("collections", "deque"))
 

@@ -1,7 +1,7 @@
-"""Maps a dataclass onto the protobuf message whose fields have the same names, and back.
+"""Maps a dataclass or named tuple onto the protobuf message whose fields have the same names, and back.
 
 The plan of each class is compiled once from its type hints, so a message costs one pass over its fields. Supported:
-scalars, bytes, enumerations, nested dataclasses, tuples of these, and `X | None` for all of them.
+scalars, bytes, enumerations, nested dataclasses and named tuples, tuples of these, and `X | None` for all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Field:
 
 
 def to_message(value: Any, message: Message) -> None:
-    """Fills `message` from the dataclass instance `value`."""
+    """Fills `message` from `value`, an instance of such a class."""
     for spec in _plan(type(value)):
         content = getattr(value, spec.name)
         if content is None:
@@ -87,8 +87,7 @@ _plans: dict[Any, tuple[_Field, ...]] = {}
 def _plan(cls: Any) -> tuple[_Field, ...]:
     plan = _plans.get(cls)
     if plan is None:
-        hints = typing.get_type_hints(cls)
-        plan = tuple(_field(field.name, hints[field.name]) for field in dataclasses.fields(cls))
+        plan = tuple(_field(name, hint) for name, hint in typing.get_type_hints(cls).items())
         _plans[cls] = plan
     return plan
 
@@ -104,7 +103,8 @@ def _field(name: str, hint: Any) -> _Field:
     if isinstance(hint, type) and issubclass(hint, Enum):
         to_wire, from_wire = _enum_converters(hint)
         return _Field(name, optional, repeated, to_wire, from_wire, None)
-    nested = cast(type, hint) if dataclasses.is_dataclass(hint) else None
+    is_nested = dataclasses.is_dataclass(hint) or issubclass(hint, tuple)
+    nested = cast(type, hint) if is_nested else None
     return _Field(name, optional, repeated, None, None, nested)
 
 

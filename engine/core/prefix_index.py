@@ -108,7 +108,7 @@ class PrefixIndex:
             if parent_id is not None and parent_id in self._idle_inner:
                 self._idle_leaves.add(parent_id, self._idle_inner.remove(parent_id))
         self.num_evicted += 1
-        self.changes.evicted(block_hash)
+        self.changes.evicted(block_hash, parent_hash)
         return block_id
 
     def tell_all_again(self) -> None:

@@ -19,11 +19,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc
+from cluster.agent.translation import pack_grants
 from cluster.core.config import ClusterConfig, CoordinatorConfig, ModelConfig, PoolConfig
 from cluster.core.ids import AttemptId, FrontId, Outcome, Role, WorkerId
 from cluster.core.messages import (
     AttemptFailed,
-    Block,
     BlockCounts,
     CancelLeg,
     Command,
@@ -61,6 +61,7 @@ from cluster.wire.codec import decode_command, decode_to_front, encode_body, enc
 from cluster.wire.stream_outbox import StreamOutbox
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
+from kv_transfer.protocol.messages import BlockGrant
 from tests.support.cli_scripted import baton
 
 TIMEOUT_S = 10.0
@@ -203,7 +204,7 @@ async def joined(coordinator: Running) -> tuple[Peer, Peer, Peer]:
 
 async def granted(decode: Peer, reserve: Command) -> ReserveGranted:
     assert isinstance(reserve.body, Reserve)
-    blocks = tuple(Block(index=i, block_id=i + 1, generation=1) for i in range(3))
+    blocks = pack_grants(BlockGrant(i, i + 1, 1) for i in range(3))
     grant = ReserveGranted(
         attempt=reserve.body.attempt, lease_id=reserve.body.lease_id, num_cached_blocks=0, blocks=blocks, ttl_ms=10_000
     )

@@ -32,7 +32,7 @@ class Driver:
         spec = RequestSpec(
             request_id="r",
             body=body,
-            block_hashes=(b"h" * 16,),
+            block_hashes=b"h" * 16,
             tenant="t",
             deadline_ns=deadline_ns,
             max_latency_ms=max_latency_ms,

@@ -30,7 +30,7 @@ def test_submit_carries_lengths_hashes_and_the_time_that_is_left() -> None:
             request_id="r",
             num_prompt_tokens=40,
             max_tokens=8,
-            block_hashes=(b"h" * 16,),
+            block_hashes=b"h" * 16,
             priority=3,
             tenant="t",
             cache_salt="s",

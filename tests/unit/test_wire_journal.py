@@ -72,8 +72,8 @@ def test_effects_of_different_kinds_never_look_alike() -> None:
         b'[1,["Tick","",{}]]',
         b'["1",["Tick","",{}],[]]',
         b'[1,["Boom","",{}],[]]',
-        b'[1,["FromFront","Boom",{"front":{"name":"f","incarnation":1},"message":{}}],[]]',
-        b'[1,["FromFront","FrontHello",{"front":{"name":"f"},"message":{"front":1}}],[]]',
+        b'[1,["FromFront","Boom",{"front":["f",1],"message":{}}],[]]',
+        b'[1,["FromFront","FrontHello",{"front":["f"],"message":{"front":1}}],[]]',
         b'[1,["FromFront","FrontHello",{}],[]]',
     ],
 )
@@ -93,8 +93,8 @@ def test_header_and_snapshot_come_back() -> None:
 
 
 def test_a_header_of_another_format_is_refused() -> None:
-    header = Header(release="1", epoch=7, number=0, wall_ns=3, now_ns=5, snapshot="", format=2)
-    with pytest.raises(JournalError, match="format 2, expected 1"):
+    header = Header(release="1", epoch=7, number=0, wall_ns=3, now_ns=5, snapshot="", format=1)
+    with pytest.raises(JournalError, match="format 1, expected 2"):
         decode_header(encode_header(header))
     with pytest.raises(JournalError, match="not the first line"):
         decode_header(b'{"release": 1}')

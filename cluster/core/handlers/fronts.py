@@ -7,6 +7,7 @@ from cluster.core.handlers.rebuilding import on_announced, on_earlier_life, refu
 from cluster.core.ids import FrontId, Outcome, Role
 from cluster.core.limits import MAX_LIVE_REQUESTS, NS_PER_MS
 from cluster.core.messages import (
+    BLOCK_HASH_BYTES,
     CancelRequest,
     EndRequest,
     FrontHello,
@@ -18,7 +19,6 @@ from cluster.core.messages import (
     Submit,
 )
 from cluster.core.parts import Parts
-from cluster.core.prefix_map import pack_chain
 from cluster.core.requests import Failure, Phase, Request
 from cluster.policy.admission import Arrival, Refuse, Situation, admit
 from cluster.policy.candidates import candidates_of
@@ -67,6 +67,7 @@ def on_submit(parts: Parts, now_ns: int, front: FrontId, message: Submit) -> Non
         parts.outbox.to_front(front, refused)
         parts.outbox.drop_body(message.request_id)
         return
+    max_chain_bytes = (message.num_prompt_tokens - 1) // parts.config.kv.block_size * BLOCK_HASH_BYTES
     request = Request(
         request_id=message.request_id,
         front=front,
@@ -80,7 +81,7 @@ def on_submit(parts: Parts, now_ns: int, front: FrontId, message: Submit) -> Non
         deadline_ns=None if message.deadline_ms is None else now_ns + message.deadline_ms * NS_PER_MS,
         phase_deadline_ns=now_ns + parts.queue_timeout_ns,
         attempt_floor=max(message.attempt_floor, parts.requests.last_attempt(message.request_id)),
-        chain=pack_chain(message.block_hashes, (message.num_prompt_tokens - 1) // parts.config.kv.block_size),
+        chain=message.block_hashes[:max_chain_bytes],
     )
     parts.requests.add(request)
     enqueue(parts, request)

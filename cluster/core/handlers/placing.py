@@ -168,7 +168,7 @@ def _leg(
 
 def _open(parts: Parts, request: Request, attempt: Attempt) -> None:
     reader = attempt.prefill or attempt.decode
-    reader.expected = parts.prefixes.expect(reader.worker, request.chain)
+    reader.expectation = parts.prefixes.expect(reader.worker, request.chain)
     parts.attempts.add(attempt)
     for leg in attempt.legs:
         _registered(parts, leg.worker).take(leg)

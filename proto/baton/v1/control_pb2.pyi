@@ -174,31 +174,6 @@ class WorkerRef(_message.Message):
 Global___WorkerRef: _TypeAlias = WorkerRef  # noqa: Y015
 
 @_typing.final
-class Block(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    INDEX_FIELD_NUMBER: _builtins.int
-    BLOCK_ID_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
-    block_id: _builtins.int
-    generation: _builtins.int
-    def __init__(
-        self,
-        *,
-        index: _builtins.int = ...,
-        block_id: _builtins.int = ...,
-        generation: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "generation", b"generation", "index", b"index"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Block: _TypeAlias = Block  # noqa: Y015
-
-@_typing.final
 class LegTimeline(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -470,7 +445,6 @@ class Submit(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
-    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
@@ -479,6 +453,7 @@ class Submit(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     MAX_LATENCY_MS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FLOOR_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_prompt_tokens: _builtins.int
     max_tokens: _builtins.int
@@ -490,15 +465,14 @@ class Submit(_message.Message):
     deadline_ms: _builtins.int
     max_latency_ms: _builtins.int
     attempt_floor: _builtins.int
-    @_builtins.property
-    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    block_hashes: _builtins.bytes
+    """Of the prompt's full blocks, 16 bytes each, one after the other."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         num_prompt_tokens: _builtins.int = ...,
         max_tokens: _builtins.int = ...,
-        block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         num_choices: _builtins.int = ...,
         priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
@@ -507,6 +481,7 @@ class Submit(_message.Message):
         deadline_ms: _builtins.int | None = ...,
         max_latency_ms: _builtins.int | None = ...,
         attempt_floor: _builtins.int = ...,
+        block_hashes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_latency_ms", b"_max_latency_ms", "deadline_ms", b"deadline_ms", "max_latency_ms", b"max_latency_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1147,23 +1122,23 @@ class ReserveGranted(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
-    BLOCKS_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     num_cached_blocks: _builtins.int
     ttl_ms: _builtins.int
+    blocks: _builtins.bytes
+    """16 bytes each, little-endian: index in the sequence (4), block id (4), generation (8)."""
     @_builtins.property
     def attempt(self) -> Global___AttemptId: ...
-    @_builtins.property
-    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Block]: ...
     def __init__(
         self,
         *,
         attempt: Global___AttemptId | None = ...,
         lease_id: _builtins.int = ...,
         num_cached_blocks: _builtins.int = ...,
-        blocks: _abc.Iterable[Global___Block] | None = ...,
         ttl_ms: _builtins.int = ...,
+        blocks: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1355,13 +1330,13 @@ class BlockRun(_message.Message):
     PARENT_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     parent: _builtins.bytes
-    @_builtins.property
-    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    hashes: _builtins.bytes
+    """16 bytes each, one after the other."""
     def __init__(
         self,
         *,
         parent: _builtins.bytes = ...,
-        hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        hashes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1384,7 +1359,9 @@ class BlockEvents(_message.Message):
     @_builtins.property
     def stored(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockRun]: ...
     @_builtins.property
-    def evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Each of blocks that followed each other, as in BlockRun."""
+
     def __init__(
         self,
         *,
@@ -1550,27 +1527,27 @@ class Prefill(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     DESTINATION_FIELD_NUMBER: _builtins.int
-    BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     num_cached_blocks: _builtins.int
     ttl_ms: _builtins.int
+    blocks: _builtins.bytes
+    """As in ReserveGranted."""
     @_builtins.property
     def attempt(self) -> Global___AttemptId: ...
     @_builtins.property
     def destination(self) -> Global___WorkerRef: ...
-    @_builtins.property
-    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Block]: ...
     def __init__(
         self,
         *,
         attempt: Global___AttemptId | None = ...,
         lease_id: _builtins.int = ...,
         destination: Global___WorkerRef | None = ...,
-        blocks: _abc.Iterable[Global___Block] | None = ...,
         num_cached_blocks: _builtins.int = ...,
         ttl_ms: _builtins.int = ...,
+        blocks: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "destination", b"destination"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
