@@ -114,7 +114,7 @@ class Wait:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Option:
     """A worker that could take it: at what cost, and how heavy its load is (compared in order).
 

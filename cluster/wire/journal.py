@@ -16,8 +16,9 @@ import binascii
 import io
 import pickle
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, get_args
 
 import msgspec
@@ -142,11 +143,16 @@ def _tagged(effects: Iterable[Effect]) -> list[tuple[str, str, Effect]]:
 
 def _kind_of_message(carrier: Event | Effect) -> str:
     """The class of what it carries, empty where it carries nothing."""
-    if isinstance(carrier, events.FromFront | events.FromWorker | ToFront):
-        return type(carrier.message).__name__
-    if isinstance(carrier, ToWorker):
-        return type(carrier.command.body).__name__
-    return ""
+    content_of = _CONTENTS.get(type(carrier))
+    return "" if content_of is None else type(content_of(carrier)).__name__
+
+
+_CONTENTS: Final[dict[type, Callable[[Any], object]]] = {
+    events.FromFront: attrgetter("message"),
+    events.FromWorker: attrgetter("message"),
+    ToFront: attrgetter("message"),
+    ToWorker: attrgetter("command.body"),
+}
 
 
 class _StateUnpickler(pickle.Unpickler):
