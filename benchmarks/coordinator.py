@@ -3,7 +3,8 @@
 The life of a request is that of the events that the state machine handles (EVENTS below). Prompts have 2,048 tokens,
 half of them begin like others, and both workers report the prompt's blocks as stored and as many as evicted, as workers
 with full pools do. Requests overlap: a worker has several at a time. Both sizes of cluster take turns; the figures are
-those of the best round, since whatever else runs on the machine can only add to them. Memory is what Python holds for requests that are being decoded, less what it held without them.
+those of the best round, since whatever else runs on the machine can only add to them. Memory is what Python holds for
+requests that are being decoded, less what it held without them and less the prompts' hashes, which the front hands in.
 """
 
 from __future__ import annotations

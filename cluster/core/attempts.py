@@ -83,10 +83,14 @@ class Attempt:
     @property
     def is_over(self) -> bool:
         """Nobody counts on it and no worker holds anything of it."""
-        return not self.is_current and all(leg.is_released for leg in self.legs)
+        if self.is_current or not self.decode.is_released:
+            return False
+        return self.prefill is None or self.prefill.is_released
 
     def leg_on(self, worker: WorkerId) -> Leg | None:
-        return next((leg for leg in self.legs if leg.worker == worker), None)
+        if self.decode.worker == worker:
+            return self.decode
+        return self.prefill if self.prefill is not None and self.prefill.worker == worker else None
 
 
 class AttemptTable:

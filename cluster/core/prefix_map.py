@@ -141,9 +141,7 @@ class PrefixMap:
 
     def holders_in(self, role: Role, bits: int) -> Iterator[WorkerId]:
         """Workers of that role in a set of holders, in the order of their slots; one may come twice."""
-        bits &= self._role_bits[role]
-        for holder in self._holders_of(bits):
-            yield holder.worker
+        return (holder.worker for holder in self._holders_of(bits & self._role_bits[role]))
 
     def check_invariants(self) -> None:
         held: dict[int, int] = {}
