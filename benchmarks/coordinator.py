@@ -11,47 +11,51 @@ from __future__ import annotations
 
 import gc
 import itertools
-import random
+import json
+import subprocess
+import sys
 import tempfile
 import time
 import tracemalloc
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from benchmarks.coordinator_workload import (
+    FRONT,
+    GRANTED,
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    TIMELINE,
+    BlockCache,
+    Prompts,
+    make_config,
+    make_hello,
+    make_load,
+)
 from benchmarks.report import Report, Result, arguments, at_least, at_most, finish
-from cluster.agent.translation import pack_grants
-from cluster.core.config import ClusterConfig, CoordinatorConfig, ModelConfig, PoolConfig
 from cluster.core.effects import Effect, ToWorker
 from cluster.core.events import Event, FromFront, FromWorker
-from cluster.core.ids import FrontId, Outcome, Role, WorkerId
+from cluster.core.ids import Outcome, WorkerId
 from cluster.core.messages import (
-    BLOCK_HASH_BYTES,
-    BlockCounts,
-    BlockEvents,
-    BlockRun,
     Committed,
     Finished,
     FrontHello,
     Heartbeat,
     LegReleased,
-    LegTimeline,
     Prefill,
     PrefillDone,
     RequestDone,
     Reserve,
     ReserveGranted,
     Submit,
-    WorkerHello,
-    WorkerLoad,
-    WorkerRef,
 )
 from cluster.core.state import ClusterState
+from cluster.live.config_file import render_cluster_config
 from cluster.live.coordinator import GC_THRESHOLDS
 from cluster.live.journal import Journal, JournalSettings
-from kv_transfer.protocol.messages import BlockGrant
 
 EVENTS: Final = (
     "Submit",
@@ -64,13 +68,6 @@ EVENTS: Final = (
     "Finished",
     "RequestDone",
 )
-PROMPT_TOKENS: Final = 2048
-BLOCK_SIZE: Final = 16
-NUM_BLOCKS: Final = PROMPT_TOKENS // BLOCK_SIZE
-NUM_SHARED_BLOCKS: Final = 64
-NUM_BEGINNINGS: Final = 50
-NEW_TOKENS: Final = 128
-POOL_BLOCKS: Final = 4000
 FEW, MANY = 10, 1000
 RUNNING_PER_WORKER: Final = 2
 REQUEST_NS: Final = 1_000_000
@@ -80,8 +77,10 @@ NUM_ROUNDS, NUM_QUICK_ROUNDS = 5, 2
 MAX_CPU_US: Final = 200.0
 MAX_GROWTH: Final = 1.3
 MIN_REQUESTS_PER_S: Final = 3000.0
+MIN_LIVE_REQUESTS_PER_S: Final = 800.0
 MAX_REQUEST_BYTES: Final = 10_000.0
-FRONT = FrontId("front-0", 1)
+NUM_LIVE_ROUNDS: Final = 3
+LIVE_TIMEOUT_S: Final = 300.0
 
 
 def _clock_ns() -> int:
@@ -91,7 +90,6 @@ def _clock_ns() -> int:
 
 
 CLOCK_NS: Final = _clock_ns()
-TIMELINE = LegTimeline(prefill_ms=600.0, push_ms=3.0, kv_bytes=47_185_920, kv_transport="shm")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,12 +98,10 @@ class Cluster:
 
     state: ClusterState
     journal: Journal | None
-    names: list[WorkerId]
     now_ns: int = 10**9
     cpu_ns: int = 0
     num_events: int = 0
-    sequence_numbers: dict[WorkerId, int] = field(default_factory=dict)
-    cached: dict[WorkerId, deque[bytes]] = field(default_factory=dict)
+    caches: dict[WorkerId, BlockCache] = field(default_factory=dict)
 
     def handle(self, event: Event) -> list[Effect]:
         """What is measured: the decision, and writing it down."""
@@ -119,73 +115,21 @@ class Cluster:
 
 
 def make_cluster(num_workers: int, journal_dir: Path | None) -> Cluster:
-    half = num_workers // 2
-    pools = tuple(
-        PoolConfig(name=role.value, role=role, replicas=half, kv_blocks=POOL_BLOCKS, kv_bytes=None) for role in Role
-    )
-    config = ClusterConfig(
-        name="bench",
-        model=ModelConfig(path="m"),
-        pools=pools,
-        coordinator=CoordinatorConfig(queue_limit=10_000, heartbeat_timeout_s=3600.0, queue_timeout_s=3600.0),
-    )
+    config = make_config(num_workers)
     state = ClusterState(config, epoch=1)
     journal = None
     if journal_dir is not None:
         settings = JournalSettings(directory=journal_dir, file_size_bytes=2**30, max_files=1, release="bench")
         journal = Journal(settings, state, 1, lambda: 0)
-    cluster = Cluster(state=state, journal=journal, names=[])
+    cluster = Cluster(state=state, journal=journal)
     cluster.handle(FromFront(front=FRONT, message=FrontHello(front=FRONT, address="h:1")))
-    for pool in pools:
-        for name in pool.worker_names:
-            worker = WorkerId(name, 1)
-            cluster.names.append(worker)
-            cluster.handle(FromWorker(worker=worker, message=_hello(worker, pool)))
-    _heartbeats(cluster)
+    workers = [(WorkerId(name, 1), pool) for pool in config.pools for name in pool.worker_names]
+    for worker, pool in workers:
+        cluster.handle(FromWorker(worker=worker, message=make_hello(worker, pool, f"{worker.name}:1")))
+        cluster.caches[worker] = BlockCache()
+    for worker, _ in workers:
+        cluster.handle(FromWorker(worker=worker, message=Heartbeat(load=make_load())))
     return cluster
-
-
-def _hello(worker: WorkerId, pool: PoolConfig) -> WorkerHello:
-    return WorkerHello(
-        ref=WorkerRef(worker=worker, token_address=f"{worker.name}:1"),
-        pool=pool.name,
-        role=pool.role,
-        host="host",
-        pid=1,
-        model="m",
-        compatibility="c",
-        compatibility_details="",
-        block_size=BLOCK_SIZE,
-        block_size_bytes=368_640,
-        max_model_tokens=8192,
-        load=_load(),
-    )
-
-
-def _load() -> WorkerLoad:
-    counts = BlockCounts(total=POOL_BLOCKS, free=0, active=0, cached=POOL_BLOCKS, reserved=0, quarantined=0)
-    return WorkerLoad(blocks=counts, step_ms_per_token=0.3, decode_base_ms=20.0, num_steps=100)
-
-
-def _heartbeats(cluster: Cluster) -> None:
-    for worker in cluster.names:
-        cluster.handle(FromWorker(worker=worker, message=Heartbeat(load=_load())))
-
-
-class Prompts:
-    """Chains of block hashes, of which every second begins as others do."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._beginnings = [self._hashes(NUM_SHARED_BLOCKS) for _ in range(NUM_BEGINNINGS)]
-
-    def next(self) -> bytes:
-        if self._random.random() < 0.5:
-            return self._hashes(NUM_BLOCKS)
-        return self._random.choice(self._beginnings) + self._hashes(NUM_BLOCKS - NUM_SHARED_BLOCKS)
-
-    def _hashes(self, count: int) -> bytes:
-        return self._random.randbytes(count * BLOCK_HASH_BYTES)
 
 
 def _life(cluster: Cluster, request_id: str, hashes: bytes) -> Iterator[None]:
@@ -196,20 +140,19 @@ def _life(cluster: Cluster, request_id: str, hashes: bytes) -> Iterator[None]:
     effects = cluster.handle(FromFront(front=FRONT, message=submit))
     reserve_to, reserve = _command(effects, Reserve)
     yield
-    blocks = pack_grants(BlockGrant(index, index, 7) for index in range(NUM_BLOCKS + 1))
     grant = ReserveGranted(
-        attempt=reserve.attempt, lease_id=reserve.lease_id, num_cached_blocks=0, blocks=blocks, ttl_ms=10_000
+        attempt=reserve.attempt, lease_id=reserve.lease_id, num_cached_blocks=0, blocks=GRANTED, ttl_ms=10_000
     )
     prefill_to = _command(cluster.handle(FromWorker(worker=reserve_to, message=grant)), Prefill)[0]
     attempt = reserve.attempt
-    del submit, effects, reserve, blocks, grant  # what is left is the coordinator's
+    del submit, effects, reserve, grant  # what is left is the coordinator's
     yield
     for event in (
-        _stored(cluster, prefill_to, hashes),
+        FromWorker(worker=prefill_to, message=cluster.caches[prefill_to].store(hashes)),
         FromWorker(worker=prefill_to, message=PrefillDone(attempt=attempt, outcome=None, timeline=TIMELINE)),
         FromWorker(worker=reserve_to, message=Committed(attempt=attempt, timeline=TIMELINE)),
         FromWorker(worker=prefill_to, message=LegReleased(attempt=attempt)),
-        _stored(cluster, reserve_to, hashes),
+        FromWorker(worker=reserve_to, message=cluster.caches[reserve_to].store(hashes)),
     ):
         cluster.handle(event)
         yield
@@ -225,28 +168,6 @@ def _command(effects: list[Effect], kind: type[Reserve] | type[Prefill]) -> tupl
         if isinstance(effect, ToWorker) and isinstance(effect.command.body, kind):
             return effect.worker, effect.command.body
     raise AssertionError(f"no {kind.__name__} came of it: {effects}")
-
-
-def _stored(cluster: Cluster, worker: WorkerId, hashes: bytes) -> FromWorker:
-    """The worker has the prompt's blocks now, and in their place it has evicted those of its oldest prompt."""
-    kept = cluster.cached.setdefault(worker, deque())
-    num_known = _num_shared(hashes, kept)
-    kept.append(hashes)
-    evicted: tuple[bytes, ...] = ()
-    if len(kept) * NUM_BLOCKS > POOL_BLOCKS:
-        oldest = kept.popleft()
-        evicted = (oldest[_num_shared(oldest, kept) * BLOCK_HASH_BYTES :],)
-    parent = hashes[: num_known * BLOCK_HASH_BYTES][-BLOCK_HASH_BYTES:] or bytes(BLOCK_HASH_BYTES)
-    runs = (BlockRun(parent=parent, hashes=hashes[num_known * BLOCK_HASH_BYTES :]),)
-    number = cluster.sequence_numbers[worker] = cluster.sequence_numbers.get(worker, 0) + 1
-    message = BlockEvents(sequence_number=number, is_snapshot=number == 1, stored=runs, evicted=evicted)
-    return FromWorker(worker=worker, message=message)
-
-
-def _num_shared(hashes: bytes, others: Iterable[bytes]) -> int:
-    """Blocks at its beginning that one of the others has as well: none, or all that prompts ever share."""
-    beginning = hashes[: NUM_SHARED_BLOCKS * BLOCK_HASH_BYTES]
-    return NUM_SHARED_BLOCKS if any(other.startswith(beginning) for other in others) else 0
 
 
 def serve(cluster: Cluster, prompts: Prompts, num_requests: int, prefix: str) -> float:
@@ -289,6 +210,33 @@ def bytes_per_request(num_requests: int) -> float:
     return (after - before) / num_requests
 
 
+def live_rates(num_workers: int, num_warm: int, num_measured: int) -> tuple[float, float]:
+    """Requests that a coordinator's process serves over its gRPC streams, journal on: in a second of the clock, with
+    whatever else runs on the machine (the load generator does), and in a second of its own processor time."""
+    with tempfile.TemporaryDirectory(prefix="baton-coordinator-") as folder:
+        cluster_file = Path(folder) / "cluster.yaml"
+        cluster_file.write_text(render_cluster_config(make_config(num_workers)))
+        journal = str(Path(folder) / "journal")
+        serve_command = ["-m", "cluster.live.coordinator", "-f", str(cluster_file), "--journal", journal]
+        coordinator = subprocess.Popen(
+            [sys.executable, *serve_command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        try:
+            assert coordinator.stdout is not None
+            address = coordinator.stdout.readline().split()[1]
+            options = {"workers": num_workers, "warm": num_warm, "measured": num_measured, "pid": coordinator.pid}
+            load_command = ["-m", "benchmarks.coordinator_load", "--address", address]
+            load_command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
+            done = subprocess.run(
+                [sys.executable, *load_command], stdout=subprocess.PIPE, text=True, check=True, timeout=LIVE_TIMEOUT_S
+            )
+        finally:
+            coordinator.terminate()
+            coordinator.wait()
+    found = json.loads(done.stdout)
+    return num_measured / found["seconds"], num_measured / found["cpu_s"]
+
+
 def measure(*, quick: bool) -> Report:
     gc.set_threshold(*GC_THRESHOLDS)  # as in the coordinator's process
     num_requests = NUM_QUICK_REQUESTS if quick else NUM_REQUESTS
@@ -309,16 +257,25 @@ def measure(*, quick: bool) -> Report:
             cluster.journal.close()
     few_us, many_us = min(costs[FEW]), min(costs[MANY])
     memory = bytes_per_request(200 if quick else 1000)
+    live = [live_rates(FEW, num_requests // 2, num_requests) for _ in range(NUM_LIVE_ROUNDS)]
+    live_clock, live_core = (max(rates) for rates in zip(*live, strict=True))
     return Report(
         "coordinator",
         [
             at_most(f"CPU of a request's life, {FEW} workers", few_us, MAX_CPU_US, "us"),
             at_most(f"CPU with {MANY} workers against {FEW}", many_us / few_us, MAX_GROWTH, "1"),
             at_least("requests a second of one core", 1e6 / few_us, MIN_REQUESTS_PER_S, "1/s"),
+            at_least("live driver: requests a second of one core", live_core, MIN_LIVE_REQUESTS_PER_S, "1/s"),
+            Result(measure="live driver: requests a second beside its load", value=live_clock, unit="1/s"),
             at_most("memory of a running request", memory, MAX_REQUEST_BYTES, "B"),
             Result(measure=f"CPU of a request's life, {MANY} workers", value=many_us, unit="us"),
         ],
-        {"events": EVENTS, "prompt_tokens": PROMPT_TOKENS, "rounds_us": {str(k): v for k, v in costs.items()}},
+        {
+            "events": EVENTS,
+            "prompt_tokens": PROMPT_TOKENS,
+            "rounds_us": {str(size): rounds for size, rounds in costs.items()},
+            "live_rounds_per_s": [{"clock": wall, "core": cpu} for wall, cpu in live],
+        },
     )
 
 
