@@ -148,11 +148,11 @@ def _life(cluster: Cluster, request_id: str, hashes: bytes) -> Iterator[None]:
     del submit, effects, reserve, grant  # what is left is the coordinator's
     yield
     for event in (
-        FromWorker(worker=prefill_to, message=cluster.caches[prefill_to].store(hashes)),
+        _stored(cluster, prefill_to, hashes),
         FromWorker(worker=prefill_to, message=PrefillDone(attempt=attempt, outcome=None, timeline=TIMELINE)),
         FromWorker(worker=reserve_to, message=Committed(attempt=attempt, timeline=TIMELINE)),
         FromWorker(worker=prefill_to, message=LegReleased(attempt=attempt)),
-        FromWorker(worker=reserve_to, message=cluster.caches[reserve_to].store(hashes)),
+        _stored(cluster, reserve_to, hashes),
     ):
         cluster.handle(event)
         yield
@@ -168,6 +168,12 @@ def _command(effects: list[Effect], kind: type[Reserve] | type[Prefill]) -> tupl
         if isinstance(effect, ToWorker) and isinstance(effect.command.body, kind):
             return effect.worker, effect.command.body
     raise AssertionError(f"no {kind.__name__} came of it: {effects}")
+
+
+def _stored(cluster: Cluster, worker: WorkerId, hashes: bytes) -> FromWorker:
+    cache = cluster.caches[worker]
+    cache.store(hashes)
+    return FromWorker(worker=worker, message=cache.tell())
 
 
 def serve(cluster: Cluster, prompts: Prompts, num_requests: int, prefix: str) -> float:

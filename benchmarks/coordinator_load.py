@@ -1,8 +1,8 @@
 """Plays a front and all workers to a coordinator, as cheaply as it can: `python -m benchmarks.coordinator_load`.
 
 It is started by benchmarks/coordinator.py. Every stream has a connection of its own, as in a cluster, and says for each
-request what benchmarks/coordinator.py lists; so many requests run at once. Prints one line of JSON: the requests served
-after the warm-up, and in what time of the clock and of the coordinator's processor.
+request what benchmarks/coordinator.py lists, but for the blocks: workers tell of these at intervals. Prints one line of
+JSON: how long the requests after the warm-up took, by the clock and in the coordinator's processor time.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ from engine.core.sampling import SamplingParams
 NUM_RUNNING: Final = 64
 END_AFTER_S: Final = 0.005
 """The front hears of an end from the worker itself, a little later than the worker says so to the coordinator."""
+BLOCK_EVENTS_INTERVAL_S: Final = 0.05
+"""As workers do by default."""
 METHOD: Final = "/baton.v1.Coordinator/"
 
 
@@ -101,7 +103,10 @@ class Load:
                 await asyncio.sleep(0.01)
             for _ in range(NUM_RUNNING):
                 self._begin()
-            await self._done.wait()
+            while not self._done.is_set():
+                await asyncio.sleep(BLOCK_EVENTS_INTERVAL_S)
+                for worker, cache in self._caches.items():
+                    self._say(worker, cache.tell())
             for task in tasks:
                 task.cancel()
             for peer in (self._front, *self._peers.values()):
@@ -162,11 +167,11 @@ class Load:
     def _work(self, attempt: AttemptId, prefill: WorkerId) -> None:
         """Both workers' part of a request, in no time."""
         decode, hashes = self._decode.pop(attempt.request_id), self._hashes.pop(attempt.request_id)
-        self._say(prefill, self._caches[prefill].store(hashes))
+        self._caches[prefill].store(hashes)
+        self._caches[decode].store(hashes)
         self._say(prefill, PrefillDone(attempt=attempt, outcome=None, timeline=TIMELINE))
         self._say(decode, Committed(attempt=attempt, timeline=TIMELINE))
         self._say(prefill, LegReleased(attempt=attempt))
-        self._say(decode, self._caches[decode].store(hashes))
         self._say(
             decode,
             Finished(attempt=attempt, outcome=Outcome.LENGTH, num_output_tokens=NEW_TOKENS, timeline=TIMELINE),

@@ -94,21 +94,30 @@ class BlockCache:
     def __init__(self) -> None:
         self._kept: deque[bytes] = deque()
         self._num_told = 0
+        self._stored: list[BlockRun] = []
+        self._evicted: list[bytes] = []
 
-    def store(self, hashes: bytes) -> BlockEvents:
+    def store(self, hashes: bytes) -> None:
         """The worker has the prompt's blocks now, and in their place it has evicted those of its oldest prompt."""
         num_known = _num_shared(hashes, self._kept)
         self._kept.append(hashes)
-        evicted: tuple[bytes, ...] = ()
         if len(self._kept) * NUM_BLOCKS > POOL_BLOCKS:
             oldest = self._kept.popleft()
-            evicted = (oldest[_num_shared(oldest, self._kept) * BLOCK_HASH_BYTES :],)
+            self._evicted.append(oldest[_num_shared(oldest, self._kept) * BLOCK_HASH_BYTES :])
         parent = hashes[: num_known * BLOCK_HASH_BYTES][-BLOCK_HASH_BYTES:] or bytes(BLOCK_HASH_BYTES)
-        run = BlockRun(parent=parent, hashes=hashes[num_known * BLOCK_HASH_BYTES :])
+        self._stored.append(BlockRun(parent=parent, hashes=hashes[num_known * BLOCK_HASH_BYTES :]))
+
+    def tell(self) -> BlockEvents:
+        """What was not told before."""
         self._num_told += 1
-        return BlockEvents(
-            sequence_number=self._num_told, is_snapshot=self._num_told == 1, stored=(run,), evicted=evicted
+        told = BlockEvents(
+            sequence_number=self._num_told,
+            is_snapshot=self._num_told == 1,
+            stored=tuple(self._stored),
+            evicted=tuple(self._evicted),
         )
+        self._stored, self._evicted = [], []
+        return told
 
 
 def _num_shared(hashes: bytes, others: Iterable[bytes]) -> int:

@@ -60,6 +60,7 @@ class Driver:
         self._journal = journal
         self._flush_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = 0
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what the state machine raised: a bug, after which its state cannot be trusted."""
 
@@ -189,14 +190,20 @@ class Driver:
         self._end_worker(effect.worker, effect.reason)
 
     def _set_timer(self) -> None:
+        """A timer that is due earlier than it need be is left alone: nearly every event moves the next deadline."""
+        deadline_ns = self.state.next_deadline_ns()
+        if deadline_ns is None or (self._timer is not None and self._timer_ns <= deadline_ns):
+            return
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        deadline_ns = self.state.next_deadline_ns()
-        if deadline_ns is not None:
-            delay_s = max(0.0, (deadline_ns - self._clock_ns()) / NS_PER_S)
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+        delay_s = max(0.0, (deadline_ns - self._clock_ns()) / NS_PER_S)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+        self._timer_ns = deadline_ns
 
     def _tick(self) -> None:
         self._timer = None
-        self._handle(events.Tick())
+        deadline_ns = self.state.next_deadline_ns()
+        if deadline_ns is not None and deadline_ns <= self._clock_ns():
+            self._handle(events.Tick())
+        else:
+            self._set_timer()

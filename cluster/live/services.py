@@ -18,7 +18,7 @@ from cluster.live.admin import leases_response, status_response
 from cluster.live.driver import Driver, FrontStream, WorkerStream
 from cluster.live.reachability import why_unreachable
 from cluster.live.worker_reaper import WorkerReaper
-from cluster.wire.codec import decode_body, decode_front, decode_worker, encode_command
+from cluster.wire.codec import check_body, decode_front, decode_worker, encode_command
 from cluster.wire.mirror import WireError
 
 logger = logging.getLogger(__name__)
@@ -183,5 +183,5 @@ def _message_and_body(
     if not envelope.HasField("body"):
         raise WireError(f"{type(message).__name__} lacks its body")
     # A worker that cannot read a body ends, and so would the next one: better this front's stream than theirs.
-    decode_body(envelope.body)
+    check_body(envelope.body)
     return message, envelope.body

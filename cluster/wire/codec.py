@@ -182,11 +182,16 @@ def encode_body(body: RequestBody) -> control_pb2.RequestBody:
     return message
 
 
-def decode_body(message: control_pb2.RequestBody) -> RequestBody:
-    """Raises: WireError (an out-of-range parameter included: the front has checked them, so this is a fault)."""
-    wire = message.sampling
+def check_body(message: control_pb2.RequestBody) -> None:
+    """Raises: WireError where `decode_body` would, without its cost, which grows with the prompt."""
+    if not message.prompt_ids:
+        raise WireError("RequestBody lacks prompt_ids")
+    _decode_sampling(message.sampling)
+
+
+def _decode_sampling(wire: inference_pb2.SamplingParams) -> SamplingParams:
     try:
-        sampling = SamplingParams(
+        return SamplingParams(
             temperature=wire.temperature,
             top_k=wire.top_k,
             top_p=wire.top_p,
@@ -205,11 +210,14 @@ def decode_body(message: control_pb2.RequestBody) -> RequestBody:
         )
     except ValueError as error:
         raise WireError(f"RequestBody.sampling: {error}") from error
-    if not message.prompt_ids:
-        raise WireError("RequestBody lacks prompt_ids")
+
+
+def decode_body(message: control_pb2.RequestBody) -> RequestBody:
+    """Raises: WireError (an out-of-range parameter included: the front has checked them, so this is a fault)."""
+    check_body(message)
     return RequestBody(
         prompt_ids=tuple(message.prompt_ids),
-        sampling=sampling,
+        sampling=_decode_sampling(message.sampling),
         choice=message.choice,
         delivered_ids=tuple(message.delivered_ids),
         siblings=tuple(
