@@ -184,9 +184,9 @@ def encode_body(body: RequestBody) -> control_pb2.RequestBody:
 
 def check_body(message: control_pb2.RequestBody) -> None:
     """Raises: WireError where `decode_body` would, without its cost, which grows with the prompt."""
+    _decode_sampling(message.sampling)
     if not message.prompt_ids:
         raise WireError("RequestBody lacks prompt_ids")
-    _decode_sampling(message.sampling)
 
 
 def _decode_sampling(wire: inference_pb2.SamplingParams) -> SamplingParams:

@@ -45,7 +45,7 @@ class _Field:
 
 def to_message(value: Any, message: Message) -> None:
     """Fills `message` from `value`, an instance of such a class."""
-    for spec in _plan(type(value)):
+    for spec in _plan(type(value)):  # type: ignore[arg-type]  # to mypy, classes of unknown metaclass are unhashable
         content = getattr(value, spec.name)
         if content is None:
             continue
@@ -64,7 +64,7 @@ def from_message(cls: type[T], message: Message) -> T:
 
     Raises: WireError where a required part is missing or an enumeration's value is unknown.
     """
-    return cast(T, _reader(cls)(message))
+    return cast(T, _reader(cls)(message))  # type: ignore[arg-type]
 
 
 def _fill_repeated(spec: _Field, items: tuple[Any, ...], target: Any) -> None:
