@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from benchmarks.coordinator_workload import (
+from benchmarks.coordinator_load.workload import (
     FRONT,
     GRANTED,
     NEW_TOKENS,

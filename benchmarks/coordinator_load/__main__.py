@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from baton.v1 import control_pb2
-from benchmarks.coordinator_workload import (
+from benchmarks.coordinator_load.workload import (
     FRONT,
     GRANTED,
     NEW_TOKENS,
