@@ -17,7 +17,6 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, BinaryIO, Final, get_args
 
 import msgspec
@@ -128,7 +127,7 @@ def decode_snapshot(snapshot: bytes) -> ClusterState:
 
 
 def encode_entry(now_ns: int, event: Event, effects: Iterable[Effect]) -> bytes:
-    return _encoder.encode((now_ns, (type(event).__name__, _kind_of_message(event), event), _tagged(effects)))
+    return _encoder.encode((now_ns, (type(event).__name__, _CONTENT_KIND[type(event)](event), event), _tagged(effects)))
 
 
 def encode_effects(effects: Iterable[Effect]) -> bytes:
@@ -170,21 +169,29 @@ def _decode_event(kind: str, message_kind: str, fields: msgspec.Raw) -> Event:
 
 
 def _tagged(effects: Iterable[Effect]) -> list[tuple[str, str, Effect]]:
-    return [(type(effect).__name__, _kind_of_message(effect), effect) for effect in effects]
+    return [(type(effect).__name__, _CONTENT_KIND[type(effect)](effect), effect) for effect in effects]
 
 
-def _kind_of_message(carrier: Event | Effect) -> str:
-    """The class of what it carries, empty where it carries nothing."""
-    content_of = _CONTENTS.get(type(carrier))
-    return "" if content_of is None else type(content_of(carrier)).__name__
+def _no_content(carrier: object) -> str:
+    return ""
 
 
-_CONTENTS: Final[dict[type, Callable[[Any], object]]] = {
-    events.FromFront: attrgetter("message"),
-    events.FromWorker: attrgetter("message"),
-    ToFront: attrgetter("message"),
-    ToWorker: attrgetter("command.body"),
+def _message_kind(carrier: Any) -> str:
+    return type(carrier.message).__name__
+
+
+def _command_kind(carrier: Any) -> str:
+    return type(carrier.command.body).__name__
+
+
+_CONTENT_KIND: Final[dict[type, Callable[[Any], str]]] = {
+    **dict.fromkeys((*get_args(Event), *get_args(Effect)), _no_content),
+    events.FromFront: _message_kind,
+    events.FromWorker: _message_kind,
+    ToFront: _message_kind,
+    ToWorker: _command_kind,
 }
+"""Names the class of what an event or effect carries."""
 
 
 class _StateUnpickler(pickle.Unpickler):
