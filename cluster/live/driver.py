@@ -2,7 +2,7 @@
 
 Everything here runs on one event loop's thread and nothing waits, so events are handled one after the other and the
 effects of one are carried out before the next is looked at. Bodies of requests (prompt ids, parameters) stay here, as
-the protobuf messages they came as; the state knows only their request ids.
+the bytes they came as; the state knows only their request ids.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Driver:
         self._clock_ns = clock_ns
         self._fronts: dict[FrontId, FrontStream] = {}
         self._workers: dict[WorkerId, WorkerStream] = {}
-        self._bodies: dict[str, control_pb2.RequestBody] = {}
+        self._bodies: dict[str, bytes] = {}
         """By request id. Of a request taken over from an earlier life there is none before its next attempt."""
         self._journal = journal
         self._flush_timer: asyncio.TimerHandle | None = None
@@ -76,7 +76,7 @@ class Driver:
             self.front_left(front, older)
         self._fronts[front] = stream
 
-    def front_said(self, front: FrontId, message: FrontMessage, body: control_pb2.RequestBody | None) -> None:
+    def front_said(self, front: FrontId, message: FrontMessage, body: bytes | None) -> None:
         # The first Submit of an id counts, and a Resubmit only of a request that is this front's own: anything else
         # would leave a body behind that no effect ever drops, or answer another front's request with this one's prompt.
         if body is not None and isinstance(message, Submit | Resubmit):

@@ -171,9 +171,7 @@ def _why_left(stream: WorkerStream) -> str:
     return "it did not take its commands" if stream.has_overflowed else "its control stream ended"
 
 
-def _message_and_body(
-    envelope: control_pb2.FrontEnvelope,
-) -> tuple[FrontMessage, control_pb2.RequestBody | None]:
+def _message_and_body(envelope: control_pb2.FrontEnvelope) -> tuple[FrontMessage, bytes | None]:
     """Of every message but the first. Raises WireError also where one that needs a body comes without it."""
     message = decode_front(envelope)
     if isinstance(message, FrontHello):

@@ -187,7 +187,7 @@ def run(
     asyncio.run(main())
 
 
-def submit(request_id: str = "r", num_tokens: int = 40, **fields: Any) -> tuple[Submit, control_pb2.RequestBody]:
+def submit(request_id: str = "r", num_tokens: int = 40, **fields: Any) -> tuple[Submit, bytes]:
     body = RequestBody(prompt_ids=tuple(range(num_tokens)), sampling=SamplingParams(max_tokens=8, seed=5))
     message = Submit(request_id=request_id, num_prompt_tokens=num_tokens, max_tokens=8, **fields)
     return message, encode_body(body)
@@ -313,8 +313,10 @@ def test_a_front_cannot_replace_the_body_of_anothers_request() -> None:
         await front.say(*submit())
         await coordinator.until(lambda status: status.num_queued == 1)
         message, body = submit()
-        body.prompt_ids[0] = 77
-        await other.say(Resubmit(request_id=message.request_id, failed_attempt=1, num_delivered=0), body)
+        changed = control_pb2.RequestBody.FromString(body)
+        changed.prompt_ids[0] = 77
+        resubmit = Resubmit(request_id=message.request_id, failed_attempt=1, num_delivered=0)
+        await other.say(resubmit, changed.SerializeToString())
         await other.say(*submit("s"))
         await coordinator.until(lambda status: status.num_queued == 2)
         await coordinator.worker("p-0", Role.PREFILL)
@@ -410,8 +412,8 @@ def test_a_front_that_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -
     run(scenario)
 
 
-@pytest.mark.parametrize("body", [None, control_pb2.RequestBody(prompt_ids=[1])], ids=["absent", "unreadable"])
-def test_a_malformed_message_ends_that_front_alone(body: control_pb2.RequestBody | None) -> None:
+@pytest.mark.parametrize("body", [None, b"\x0a\x01\x01", b"\xff"], ids=["absent", "incomplete", "unreadable"])
+def test_a_malformed_message_ends_that_front_alone(body: bytes | None) -> None:
     """A body whose parameters are not filled in would end every worker that it is given to."""
 
     async def scenario(coordinator: Running) -> None:

@@ -320,6 +320,8 @@ class FrontEnvelope(_message.Message):
     STREAM_LOST_FIELD_NUMBER: _builtins.int
     REQUEST_DONE_FIELD_NUMBER: _builtins.int
     BODY_FIELD_NUMBER: _builtins.int
+    body: _builtins.bytes
+    """With Submit and Resubmit: a RequestBody, as bytes because the coordinator hands it on as it is."""
     @_builtins.property
     def front_hello(self) -> Global___FrontHello: ...
     @_builtins.property
@@ -332,10 +334,6 @@ class FrontEnvelope(_message.Message):
     def stream_lost(self) -> Global___StreamLost: ...
     @_builtins.property
     def request_done(self) -> Global___RequestDone: ...
-    @_builtins.property
-    def body(self) -> Global___RequestBody:
-        """With Submit and Resubmit."""
-
     def __init__(
         self,
         *,
@@ -345,14 +343,19 @@ class FrontEnvelope(_message.Message):
         resubmit: Global___Resubmit | None = ...,
         stream_lost: Global___StreamLost | None = ...,
         request_done: Global___RequestDone | None = ...,
-        body: Global___RequestBody | None = ...,
+        body: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_request", b"cancel_request", "front_hello", b"front_hello", "message", b"message", "request_done", b"request_done", "resubmit", b"resubmit", "stream_lost", b"stream_lost", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_body", b"_body", "body", b"body", "cancel_request", b"cancel_request", "front_hello", b"front_hello", "message", b"message", "request_done", b"request_done", "resubmit", b"resubmit", "stream_lost", b"stream_lost", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_request", b"cancel_request", "front_hello", b"front_hello", "message", b"message", "request_done", b"request_done", "resubmit", b"resubmit", "stream_lost", b"stream_lost", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_body", b"_body", "body", b"body", "cancel_request", b"cancel_request", "front_hello", b"front_hello", "message", b"message", "request_done", b"request_done", "resubmit", b"resubmit", "stream_lost", b"stream_lost", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__body: _TypeAlias = _typing.Literal["body"]  # noqa: Y015
+    _WhichOneofArgType__body: _TypeAlias = _typing.Literal["_body", b"_body"]  # noqa: Y015
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["front_hello", "submit", "cancel_request", "resubmit", "stream_lost", "request_done"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__body) -> _WhichOneofReturnType__body | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___FrontEnvelope: _TypeAlias = FrontEnvelope  # noqa: Y015
@@ -1397,6 +1400,8 @@ class Command(_message.Message):
     SEND_BLOCK_SNAPSHOT_FIELD_NUMBER: _builtins.int
     BODY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
+    body: _builtins.bytes
+    """With Reserve, Prefill and RunLocal: a RequestBody, as bytes."""
     @_builtins.property
     def worker(self) -> Global___ProcessId:
         """The life the command is meant for; another refuses it."""
@@ -1419,10 +1424,6 @@ class Command(_message.Message):
     def peer_lost(self) -> Global___PeerLost: ...
     @_builtins.property
     def send_block_snapshot(self) -> Global___SendBlockSnapshot: ...
-    @_builtins.property
-    def body(self) -> Global___RequestBody:
-        """With Reserve, Prefill and RunLocal."""
-
     def __init__(
         self,
         *,
@@ -1437,14 +1438,19 @@ class Command(_message.Message):
         sender_stopped: Global___SenderStopped | None = ...,
         peer_lost: Global___PeerLost | None = ...,
         send_block_snapshot: Global___SendBlockSnapshot | None = ...,
-        body: Global___RequestBody | None = ...,
+        body: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_leg", b"cancel_leg", "command", b"command", "peer_lost", b"peer_lost", "prefill", b"prefill", "reserve", b"reserve", "run_local", b"run_local", "send_block_snapshot", b"send_block_snapshot", "sender_stopped", b"sender_stopped", "worker", b"worker", "worker_refused", b"worker_refused", "worker_welcome", b"worker_welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_body", b"_body", "body", b"body", "cancel_leg", b"cancel_leg", "command", b"command", "peer_lost", b"peer_lost", "prefill", b"prefill", "reserve", b"reserve", "run_local", b"run_local", "send_block_snapshot", b"send_block_snapshot", "sender_stopped", b"sender_stopped", "worker", b"worker", "worker_refused", b"worker_refused", "worker_welcome", b"worker_welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_leg", b"cancel_leg", "command", b"command", "epoch", b"epoch", "peer_lost", b"peer_lost", "prefill", b"prefill", "reserve", b"reserve", "run_local", b"run_local", "send_block_snapshot", b"send_block_snapshot", "sender_stopped", b"sender_stopped", "worker", b"worker", "worker_refused", b"worker_refused", "worker_welcome", b"worker_welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_body", b"_body", "body", b"body", "cancel_leg", b"cancel_leg", "command", b"command", "epoch", b"epoch", "peer_lost", b"peer_lost", "prefill", b"prefill", "reserve", b"reserve", "run_local", b"run_local", "send_block_snapshot", b"send_block_snapshot", "sender_stopped", b"sender_stopped", "worker", b"worker", "worker_refused", b"worker_refused", "worker_welcome", b"worker_welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__body: _TypeAlias = _typing.Literal["body"]  # noqa: Y015
+    _WhichOneofArgType__body: _TypeAlias = _typing.Literal["_body", b"_body"]  # noqa: Y015
     _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["worker_welcome", "worker_refused", "reserve", "prefill", "run_local", "cancel_leg", "sender_stopped", "peer_lost", "send_block_snapshot"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__body) -> _WhichOneofReturnType__body | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___Command: _TypeAlias = Command  # noqa: Y015
