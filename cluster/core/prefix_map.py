@@ -245,8 +245,8 @@ class PrefixMap:
         hashes = hashes[len(hashes) % HASH :]
         while hashes:
             run = self._run_up_to(holder, hashes[-HASH:])
-            if run is None:  # passed over, as the map was full
-                hashes = hashes[:-HASH]
+            if run is None:
+                hashes = self._known_part(holder, hashes)
                 continue
             if len(run.hashes) > len(hashes):
                 self._cut(run, len(run.hashes) - len(hashes))
@@ -261,12 +261,30 @@ class PrefixMap:
         run = holder.runs.get(block_hash)
         if run is not None:
             return run
+        found = self._find(holder, block_hash)
+        if found is None:
+            return None
+        self._cut(*found)
+        return found[0]
+
+    def _find(self, holder: _Holder, block_hash: bytes) -> tuple[_Run, int] | None:
+        """The holder's run with that block, and the bytes up to the block's end."""
         for run in holder.runs.values():
             size = _size_up_to(run.hashes, block_hash)
             if size:
-                self._cut(run, size)
-                return run
+                return run, size
         return None
+
+    def _known_part(self, holder: _Holder, hashes: bytes) -> bytes:
+        """Less the blocks at the end that were passed over, of which the last is one, as the map was full."""
+        low, high = 0, len(hashes) // HASH - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._find(holder, hashes[(middle - 1) * HASH : middle * HASH]) is None:
+                high = middle - 1
+            else:
+                low = middle
+        return hashes[: low * HASH]
 
     def _make_run(self, hashes: bytes, holders: int) -> _Run:
         run = self._runs[hashes[:HASH]] = _Run(hashes, holders)
