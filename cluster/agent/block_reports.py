@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from cluster.core.messages import BlockEvents, BlockRun
-from engine.core.block_pool import BlockPool, StoredBlock
+from engine.core.block_pool import BlockPool, NamedBlock
 
 
 class BlockReporter:
@@ -43,17 +45,21 @@ class BlockReporter:
         return BlockEvents(
             sequence_number=self._sequence_number,
             is_snapshot=is_snapshot,
-            stored=_runs(changes.stored),
-            evicted=changes.evicted,
+            stored=tuple(BlockRun(parent=parent, hashes=hashes) for parent, hashes in _runs(changes.stored)),
+            # The last block of a sequence goes first, and a run is told in the sequence's order.
+            evicted=tuple(hashes for _, hashes in _runs(reversed(changes.evicted)))[::-1],
         )
 
 
-def _runs(blocks: tuple[StoredBlock, ...]) -> tuple[BlockRun, ...]:
-    """Joins neighbours of which one is the other's parent."""
+def _runs(blocks: Iterable[NamedBlock]) -> list[tuple[bytes, bytes]]:
+    """Joins those that follow each other. Returns the parents of the first ones, and packed hashes."""
     runs: list[tuple[bytes, list[bytes]]] = []
+    ending_with: dict[bytes, list[bytes]] = {}
     for block in blocks:
-        if runs and runs[-1][1][-1] == block.parent_hash:
-            runs[-1][1].append(block.block_hash)
-        else:
-            runs.append((block.parent_hash, [block.block_hash]))
-    return tuple(BlockRun(parent=parent, hashes=tuple(hashes)) for parent, hashes in runs)
+        hashes = ending_with.pop(block.parent_hash, None)
+        if hashes is None:
+            hashes = []
+            runs.append((block.parent_hash, hashes))
+        hashes.append(block.block_hash)
+        ending_with[block.block_hash] = hashes
+    return [(parent, b"".join(hashes)) for parent, hashes in runs]

@@ -23,6 +23,7 @@ from cluster.agent.translation import (
     first_token,
     matchable_hashes,
     mismatch_of,
+    pack_grants,
     peer_of,
     sequence_spec,
 )
@@ -137,7 +138,7 @@ class LegControl:
                 attempt=command.attempt,
                 lease_id=command.lease_id,
                 num_cached_blocks=len(cached),
-                blocks=blocks,
+                blocks=pack_grants(blocks),
                 ttl_ms=command.ttl_ms,
             )
         )
@@ -149,16 +150,16 @@ class LegControl:
         leg = self._add_leg(now_ns, command.attempt, LegKind.PREFILL, Phase.RUNNING, body)
         leg.peer = peer_of(command.destination.worker)
         leg.num_blocks_ready = command.num_cached_blocks
-        grant = Grant(
-            key=leg.push_key,
-            lease_id=command.lease_id,
-            receiver=leg.peer,
-            sender=self._peer,
-            blocks=block_grants(command.blocks),
-            ttl_ns=command.ttl_ms * NS_PER_MS,
-        )
         num_blocks = num_blocks_for(body.num_input_tokens, self._block_size)
         try:
+            grant = Grant(
+                key=leg.push_key,
+                lease_id=command.lease_id,
+                receiver=leg.peer,
+                sender=self._peer,
+                blocks=block_grants(command.blocks),
+                ttl_ns=command.ttl_ms * NS_PER_MS,
+            )
             self._pushes.open_source(now_ns, grant, num_blocks, command.destination.endpoints)
         except ValueError as error:
             self.fail(now_ns, leg, Outcome.INTERNAL, f"impossible grant: {error}", retryable=True)

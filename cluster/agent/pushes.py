@@ -14,7 +14,7 @@ from cluster.agent import effects as out
 from cluster.agent.legs import attempt_of
 from cluster.core.ids import WorkerId
 from cluster.core.limits import NS_PER_MS
-from cluster.core.messages import Block, RankEndpoint
+from cluster.core.messages import RankEndpoint
 from cluster.core.reports import LeaseInfo
 from engine.core.block_pool import BlockPool
 from kv_transfer.protocol.lease import LeaseView, Recent
@@ -144,7 +144,7 @@ class Pushes:
 
     # ---- receiving -------------------------------------------------------------------------------------------
 
-    def reserve(self, now_ns: int, grant: Grant, *, num_cached: int, num_blocks: int) -> tuple[Block, ...]:
+    def reserve(self, now_ns: int, grant: Grant, *, num_cached: int, num_blocks: int) -> tuple[BlockGrant, ...]:
         """Reserves `num_blocks` blocks, for the indices from `num_cached` on, and watches over them.
 
         `grant` comes without blocks. Raises OutOfBlocksError or PushRefusedError, with nothing held.
@@ -163,7 +163,7 @@ class Pushes:
         self._absorb([effect for effect in effects if effect is not failure])
         if failure is not None:
             raise PushRefusedError(failure.reason)
-        return tuple(Block(index=b.index, block_id=b.block_id, generation=b.generation) for b in blocks)
+        return blocks
 
     def commit(self, arrived: PushArrived) -> list[int]:
         """Makes the blocks ours. Returns their ids, in use once, in token order.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterable
+from typing import Final
+
 from cluster.agent.legs import Leg
 from cluster.core.ids import WorkerId
-from cluster.core.messages import Block
+from cluster.core.messages import GRANTED_BLOCK_BYTES
 from engine.core.block_hash import extra_key, hash_blocks
 from engine.core.outcome import EmittedToken
 from engine.core.request import RequestBody
@@ -12,13 +16,24 @@ from engine.core.sequence import SequenceMode, SequenceSpec, num_blocks_for
 from kv_transfer.protocol.messages import BlockGrant, FirstToken, PushArrived
 from kv_transfer.transport.base import PeerId
 
+_GRANTED_BLOCK: Final = struct.Struct("<IIQ")
+assert _GRANTED_BLOCK.size == GRANTED_BLOCK_BYTES
+
 
 def peer_of(worker: WorkerId) -> PeerId:
     return PeerId(worker.name, worker.incarnation)
 
 
-def block_grants(blocks: tuple[Block, ...]) -> tuple[BlockGrant, ...]:
-    return tuple(BlockGrant(block.index, block.block_id, block.generation) for block in blocks)
+def pack_grants(blocks: Iterable[BlockGrant]) -> bytes:
+    """As they travel in ReserveGranted and Prefill: index and block id in 4 bytes each, generation in 8."""
+    return b"".join(_GRANTED_BLOCK.pack(block.index, block.block_id, block.generation) for block in blocks)
+
+
+def block_grants(packed: bytes) -> tuple[BlockGrant, ...]:
+    """Raises: ValueError for a part of a block."""
+    if len(packed) % GRANTED_BLOCK_BYTES:
+        raise ValueError(f"{len(packed)} bytes of granted blocks, of which each has {GRANTED_BLOCK_BYTES}")
+    return tuple(BlockGrant(*fields) for fields in _GRANTED_BLOCK.iter_unpack(packed))
 
 
 def sequence_spec(leg: Leg, mode: SequenceMode, fingerprint: str) -> SequenceSpec:

@@ -13,7 +13,7 @@ from cluster.core.limits import NS_PER_MS, NS_PER_S
 from cluster.live.cluster_record import ClusterRecords
 from cluster.live.environment import DISTRIBUTION, Environment
 from cluster.live.replay import FileReport, Line, find_files, replay_file
-from cluster.wire.journal import JournalError
+from cluster.wire.journal import JournalError, show_effects
 
 _MAX_SHOWN_CHARS: Final = 400
 
@@ -81,9 +81,9 @@ def _clock(wall_ns: int) -> str:
 
 def _summary(report: FileReport) -> str:
     if report.difference is not None:
-        verdict = f"different from line {report.difference.line} on"
+        verdict = f"different from record {report.difference.record} on"
     else:
-        verdict = "the same decisions" + (", up to a last line that is cut off" if report.is_cut else "")
+        verdict = "the same decisions" + (", up to a last record that is cut off" if report.is_cut else "")
     return (
         f"{report.path.name}: from {_clock(report.header.wall_ns)}, {report.num_events} events, "
         f"{report.num_effects} effects: {verdict}"
@@ -97,10 +97,10 @@ def _explain_difference(report: FileReport) -> str:
     written_by = report.header.release
     why = f" (written by release {written_by}, replayed by {here})" if written_by != here else ""
     return (
-        f"{difference.path}:{difference.line}: the replay decides differently{why}"
+        f"{difference.path}:{difference.record}: the replay decides differently{why}"
         f"\n  event:  {_shown(difference.event)}"
-        f"\n  then:   {_shown(difference.written.decode())}"
-        f"\n  now:    {_shown(difference.replayed.decode())}"
+        f"\n  then:   {_shown(show_effects(difference.written))}"
+        f"\n  now:    {_shown(show_effects(difference.replayed))}"
     )
 
 

@@ -6,12 +6,12 @@ An attempt outlives its request's interest in it: its legs stay in the table unt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from cluster.core.ids import AttemptId, Role, WorkerId
 
 
-class LegState(Enum):
+class LegState(StrEnum):
     """Where a leg stands.
 
     PLANNED: its worker has not been told. ACTIVE: told. CLOSING: to stop, and not yet released. RELEASED: its worker
@@ -35,7 +35,7 @@ class Leg:
         num_blocks, num_sequences: KV blocks it is expected to take, and sequences it runs at once; counted against the
             worker until released.
         num_unread_tokens: prompt tokens it has still to read, as far as is known; 0 once it has.
-        expected: hashes of the blocks that the prefix map expects of its worker because of it.
+        expectation: what the prefix map calls it while it expects the prompt's blocks of its worker because of it.
         unreported: whether the worker's last heartbeat left before it was told of this leg.
         was_computed: it was told to stop, or said that it does, while its worker may have had it in a step.
     """
@@ -49,7 +49,7 @@ class Leg:
     state: LegState = LegState.PLANNED
     unreported: bool = True
     was_computed: bool = False
-    expected: tuple[bytes, ...] = ()
+    expectation: int | None = None
 
     @property
     def is_released(self) -> bool:
@@ -93,7 +93,9 @@ class Attempt:
     @property
     def is_over(self) -> bool:
         """Nobody counts on it and no worker holds anything of it."""
-        return not self.is_current and all(leg.is_released for leg in self.legs)
+        if self.is_current or not self.decode.is_released:
+            return False
+        return self.prefill is None or self.prefill.is_released
 
     def is_computed(self, leg: Leg) -> bool:
         """Whether the leg's worker may have it in a step: prefill until it has read it, decode since it has its KV."""
@@ -102,7 +104,9 @@ class Attempt:
         return leg.num_unread_tokens > 0 if leg.half is Role.PREFILL else self.committed
 
     def leg_on(self, worker: WorkerId) -> Leg | None:
-        return next((leg for leg in self.legs if leg.worker == worker), None)
+        if self.decode.worker == worker:
+            return self.decode
+        return self.prefill if self.prefill is not None and self.prefill.worker == worker else None
 
 
 class AttemptTable:

@@ -6,6 +6,8 @@ import dataclasses
 from enum import Enum
 from typing import Final
 
+from cluster.core.ids import AttemptId, FrontId, WorkerId
+
 MAX_SHOWN: Final = 8
 
 
@@ -13,14 +15,14 @@ def brief(value: object) -> str:
     """A dataclass as `Name(field=value, ...)` without the fields that have their default; anything else as it is."""
     if isinstance(value, Enum):
         return str(value.value)
+    if isinstance(value, WorkerId | FrontId | AttemptId):
+        return str(value)
     if isinstance(value, tuple | list):
         more = [f"and {len(value) - MAX_SHOWN} more"] if len(value) > MAX_SHOWN else []
         return "[" + " ".join([brief(item) for item in value[:MAX_SHOWN]] + more) + "]"
     if isinstance(value, bytes):
         return value.hex()[:8]
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return str(value)
-    if type(value).__str__ is not object.__str__ and type(value).__name__ in ("WorkerId", "FrontId", "AttemptId"):
         return str(value)
     parts = [
         f"{field.name}={brief(getattr(value, field.name))}"

@@ -1,13 +1,15 @@
-"""Names of things that live in a cluster, and the small enumerations everyone shares."""
+"""Names of things that live in a cluster, and the small enumerations everyone shares.
+
+Names are tuples and the enumerations strings, because both are keys of most tables, and these hash and compare fastest.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class WorkerId:
+class WorkerId(NamedTuple):
     """One life of a worker: its name plus a counter that rises at every start."""
 
     name: str
@@ -17,8 +19,7 @@ class WorkerId:
         return f"{self.name}#{self.incarnation}"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class FrontId:
+class FrontId(NamedTuple):
     """One life of a front."""
 
     name: str
@@ -28,8 +29,7 @@ class FrontId:
         return f"{self.name}#{self.incarnation}"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class AttemptId:
+class AttemptId(NamedTuple):
     """One attempt at running a request. The coordinator numbers attempts from 1."""
 
     request_id: str
@@ -39,14 +39,14 @@ class AttemptId:
         return f"{self.request_id}/{self.attempt}"
 
 
-class Role(Enum):
+class Role(StrEnum):
     """What a pool's workers are for."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-class Route(Enum):
+class Route(StrEnum):
     """Which workers an attempt takes.
 
     PUSHED: prefill reads the prompt and its KV is pushed to decode. LOCAL: decode reads the prompt itself. STAYED: the
@@ -58,7 +58,7 @@ class Route(Enum):
     STAYED = "stayed"
 
 
-class LegStage(Enum):
+class LegStage(StrEnum):
     """Where a worker's part of an attempt stands, as the worker tells a coordinator that did not see it come.
 
     RESERVED: decode waits for its KV. READING: prefill reads the prompt. PUSHING: prefill has drawn the first token and
@@ -74,7 +74,7 @@ class LegStage(Enum):
     CLOSING = "closing"
 
 
-class Blame(Enum):
+class Blame(StrEnum):
     """Whose fault a worker takes a failure of an attempt for.
 
     NOBODY: the worker's own, or the transfer's. SHARED: the engine failed in a step, and it may have been any of those
@@ -86,7 +86,7 @@ class Blame(Enum):
     OWN = "own"
 
 
-class Outcome(Enum):
+class Outcome(StrEnum):
     """How a request ends; every request ends in exactly one."""
 
     STOP = "stop"
@@ -100,7 +100,7 @@ class Outcome(Enum):
     INTERNAL = "internal"
 
 
-class RefusalCause(Enum):
+class RefusalCause(StrEnum):
     """Why a request was refused; `cluster.policy.admission` decides.
 
     INVALID: it can never run. TOO_MANY: the queue is full, or so many requests are served. DISPLACED: it had to leave a

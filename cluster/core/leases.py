@@ -8,13 +8,13 @@ lost. What the holders report with their heartbeats is kept beside it as a cross
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from cluster.core.ids import AttemptId, WorkerId
 from cluster.core.reports import LeaseInfo
 
 
-class Side(Enum):
+class Side(StrEnum):
     """Which half of a push an entry is about."""
 
     RESERVED = "reserved"

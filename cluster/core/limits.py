@@ -71,5 +71,5 @@ MAX_WORKERS: Final = 4096
 MAX_LOST_NAMES: Final = 16_384
 """Worker names whose lost lives are remembered, so that a lost life cannot come back; the oldest are forgotten."""
 MAX_KNOWN_BLOCKS: Final = 2**21
-"""Blocks in the prefix map, each counted once for every worker that holds it, at some 150 bytes. Those beyond are not
-hit by placement, only by luck."""
+"""Different blocks in the prefix map, at little more than the 16 bytes of a hash. Those beyond are not hit by
+placement, only by luck."""

@@ -11,10 +11,16 @@ Durations are relative (`_ms`, `_ns` of remaining time), since hosts' clocks dif
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from cluster.core.drain_orders import DrainOrder, Leave, StartDrain, WorkerLeft
 from cluster.core.ids import AttemptId, Blame, FrontId, Outcome, RefusalCause, Role, Route, WorkerId
 from cluster.core.reports import HeldLeg, LeaseInfo, LinkReport, LiveRequest
+
+BLOCK_HASH_BYTES: Final = 16
+"""Length of a block's hash. Hashes of blocks that follow each other travel *packed*, one after the other."""
+GRANTED_BLOCK_BYTES: Final = 16
+"""Length of a block in `ReserveGranted.blocks`."""
 
 # ---- shared parts ---------------------------------------------------------------------------------------------
 
@@ -35,15 +41,6 @@ class WorkerRef:
     worker: WorkerId
     token_address: str
     endpoints: tuple[RankEndpoint, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """A reserved block: `index` in the sequence, `block_id` and `generation` in the decode worker's pool."""
-
-    index: int
-    block_id: int
-    generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +97,7 @@ class Submit:
 
     Attributes:
         num_prompt_tokens, max_tokens: lengths, max_tokens of each answer. num_choices: answers asked for.
-        block_hashes: of the prompt's full blocks, in order.
+        block_hashes: of the prompt's full blocks, in order, packed.
         deadline_ms: time left until the client's deadline, None if it has none.
         max_latency_ms: the client's own limit on time to first token, None if it has none.
         attempt_floor: earlier lives of the coordinator may have given attempts numbers up to this.
@@ -109,7 +106,7 @@ class Submit:
     request_id: str
     num_prompt_tokens: int
     max_tokens: int
-    block_hashes: tuple[bytes, ...] = ()
+    block_hashes: bytes = b""
     num_choices: int = 1
     priority: int = 0
     tenant: str = ""
@@ -137,7 +134,7 @@ class Resubmit:
         num_delivered: of the answer of which least was delivered: they are read before anything is drawn.
         num_choices: answers that are still to be written.
         num_unshared: tokens delivered of the other answers beyond that.
-        block_hashes: of the full blocks of the prompt and of what was delivered of that answer, in order.
+        block_hashes: of the full blocks of the prompt and of what was delivered of that answer, in order, packed.
         attempt_floor: as in Submit.
     """
 
@@ -147,7 +144,7 @@ class Resubmit:
     num_choices: int = 1
     num_unshared: int = 0
     attempt_floor: int = 0
-    block_hashes: tuple[bytes, ...] = ()
+    block_hashes: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,10 +301,10 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRun:
-    """Hashes of blocks that follow each other; `parent` is that of the block before the first one."""
+    """Packed hashes of blocks that follow each other; `parent` is that of the block before the first one."""
 
     parent: bytes
-    hashes: tuple[bytes, ...]
+    hashes: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +314,7 @@ class BlockEvents:
     Attributes:
         sequence_number: one more than that of the last message of this kind.
         is_snapshot: what was told before is void; all that can be found now is told anew, here and in what follows.
-        stored: can be found from now on. evicted: hashes of which no block is left.
+        stored: can be found from now on. evicted: packed hashes of blocks that followed each other, and are gone.
     """
 
     sequence_number: int
@@ -328,12 +325,13 @@ class BlockEvents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReserveGranted:
-    """Decode reserved `blocks` and pinned the `num_cached_blocks` blocks before them."""
+    """Decode reserved `blocks` (packed; the coordinator only counts them: see `cluster.agent.translation`) and pinned
+    the `num_cached_blocks` blocks before them."""
 
     attempt: AttemptId
     lease_id: int
     num_cached_blocks: int
-    blocks: tuple[Block, ...]
+    blocks: bytes
     ttl_ms: int
 
 
@@ -454,7 +452,7 @@ class Prefill:
     attempt: AttemptId
     lease_id: int
     destination: WorkerRef
-    blocks: tuple[Block, ...]
+    blocks: bytes
     num_cached_blocks: int
     ttl_ms: int
 

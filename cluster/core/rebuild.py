@@ -19,13 +19,9 @@ class RebuildWindow:
 
     def __init__(self) -> None:
         self._end_ns: int | None = None
-        self._is_open = False
+        self.is_open = False
         self._held: dict[AttemptId, dict[WorkerId, HeldLeg]] = {}
         self._abandoned: dict[AttemptId, None] = {}
-
-    @property
-    def is_open(self) -> bool:
-        return self._is_open
 
     def hear(self, now_ns: int) -> None:
         """Somebody says something; the first word sets the window's end."""
@@ -34,9 +30,9 @@ class RebuildWindow:
 
     def open(self, now_ns: int) -> int | None:
         """Somebody has known an earlier life. Returns the window's end if that opens it."""
-        if self._is_open or self._end_ns is None or now_ns >= self._end_ns:
+        if self.is_open or self._end_ns is None or now_ns >= self._end_ns:
             return None
-        self._is_open = True
+        self.is_open = True
         return self._end_ns
 
     def is_late(self, now_ns: int) -> bool:
@@ -52,13 +48,13 @@ class RebuildWindow:
     def close(self) -> None:
         """It is over and does not open again. Nothing may be left in it."""
         assert not self._held and not self._abandoned
-        self._is_open = False
+        self.is_open = False
         self._end_ns = -1
 
     # ---- what workers have ----
 
     def keep(self, worker: WorkerId, leg: HeldLeg) -> None:
-        assert self._is_open
+        assert self.is_open
         self._held.setdefault(leg.attempt, {})[worker] = leg
 
     def held(self, attempt_id: AttemptId) -> dict[WorkerId, HeldLeg]:
@@ -100,8 +96,8 @@ class RebuildWindow:
         return tuple(self._abandoned)
 
     def check_invariants(self) -> None:
-        assert self._is_open or not self._held, "legs are kept for nobody"
-        assert not self._is_open or self._end_ns is not None
+        assert self.is_open or not self._held, "legs are kept for nobody"
+        assert not self.is_open or self._end_ns is not None
         for attempt_id, legs in self._held.items():
             assert legs and all(leg.attempt == attempt_id for leg in legs.values())
         assert all(attempt_id in self._held for attempt_id in self._abandoned)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Final
 
 from cluster.core.ids import AttemptId, FrontId, Outcome, RefusalCause, WorkerId
 from cluster.core.limits import MAX_REMEMBERED_ATTEMPTS
 
 
-class Phase(Enum):
+class Phase(StrEnum):
     """Where a request stands.
 
     RECOVERING ran in an earlier life of the coordinator, and its workers have not (all) said that they have it; QUEUED

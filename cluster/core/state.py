@@ -255,8 +255,8 @@ class ClusterState:
                 assert attempt.is_current or leg.state is not LegState.ACTIVE, f"{leg} was not told to stop"
         for worker in parts.workers.all():
             assert all(parts.attempts.get(attempt_id) is not None for attempt_id in worker.legs)
-            because = [leg.expected for leg in worker.legs.values() if not leg.is_released]
-            assert parts.prefixes.expected_of(worker.id) <= set().union(*because), "blocks expected of nobody"
+            because = [leg.expectation for leg in worker.legs.values() if leg.expectation is not None]
+            assert sorted(parts.prefixes.expectations_of(worker.id)) == sorted(because), "blocks expected of nobody"
 
     def _check_leases(self) -> None:
         parts = self._parts

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
-from enum import Enum
-from typing import Final
+from enum import StrEnum
+from typing import Final, NamedTuple
 
 _STALE_SHARE: Final = 4
 _MIN_COMPACTED: Final = 64
 
 
-class TimerKind(Enum):
+class TimerKind(StrEnum):
     """What a deadline is for."""
 
     REQUEST = "request"
@@ -22,8 +21,7 @@ class TimerKind(Enum):
     DRAIN = "drain"
 
 
-@dataclass(frozen=True, slots=True)
-class TimerKey:
+class TimerKey(NamedTuple):
     """`name` and `number` are those of the request, attempt, worker life or drained worker."""
 
     kind: TimerKind

@@ -17,7 +17,8 @@ class Worker:
     """One registered life of a worker. Read by placement as `cluster.policy.costs.WorkerLike`.
 
     `legs` has every leg here of an attempt that is not over; the counts are of those not released. What placement
-    counts with is the coordinator's own book-keeping: exact at once, where a heartbeat comes late.
+    counts with is the coordinator's own book-keeping: exact at once, where a heartbeat comes late. What every decision
+    reads of the hello, the pool and the load is kept in fields of its own.
     `num_expected_blocks` is what its legs are expected to need; `num_used_blocks` is what they used by the last
     heartbeat, less what has been released since.
     """
@@ -27,6 +28,17 @@ class Worker:
     load: WorkerLoad
     last_heard_ns: int
     load_heard_ns: int
+    id: WorkerId = field(init=False)
+    role: Role = field(init=False)
+    pool_name: str = field(init=False)
+    block_size_bytes: int = field(init=False)
+    max_running: int = field(init=False)
+    chunk_tokens: int = field(init=False)
+    num_total_blocks: int = field(init=False)
+    ms_per_token: float = field(init=False)
+    decode_base_ms: float = field(init=False)
+    decode_context_token_ms: float = field(init=False)
+    chunk_token_ms: float = field(init=False)
     legs: dict[AttemptId, Leg] = field(default_factory=dict)
     num_legs: int = 0
     num_sequences: int = 0
@@ -40,54 +52,19 @@ class Worker:
     num_writing_blocks: int = 0
     reading_share: float = 0.0
 
-    @property
-    def id(self) -> WorkerId:
-        return self.hello.ref.worker
-
-    @property
-    def role(self) -> Role:
-        return self.hello.role
-
-    @property
-    def pool_name(self) -> str:
-        return self.pool.name
-
-    @property
-    def block_size_bytes(self) -> int:
-        return self.hello.block_size_bytes
-
-    @property
-    def num_total_blocks(self) -> int:
-        return self.load.blocks.total
+    def __post_init__(self) -> None:
+        self.id = self.hello.ref.worker
+        self.role = self.hello.role
+        self.pool_name = self.pool.name
+        self.block_size_bytes = self.hello.block_size_bytes
+        self.max_running = self.pool.max_running
+        self.chunk_tokens = self.pool.prefill_chunk_tokens
+        self._take_load(self.load)
 
     @property
     def num_promised_blocks(self) -> int:
         """Answers that outgrow what was expected of them count as what they have."""
         return max(self.num_expected_blocks, self.num_used_blocks)
-
-    @property
-    def max_running(self) -> int:
-        return self.pool.max_running
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self.pool.prefill_chunk_tokens
-
-    @property
-    def ms_per_token(self) -> float:
-        return self.load.step_ms_per_token
-
-    @property
-    def decode_base_ms(self) -> float:
-        return self.load.decode_base_ms
-
-    @property
-    def decode_context_token_ms(self) -> float:
-        return self.load.decode_context_token_ms
-
-    @property
-    def chunk_token_ms(self) -> float:
-        return self.load.chunk_token_ms
 
     @property
     def backlog_tokens(self) -> int:
@@ -136,12 +113,20 @@ class Worker:
         if elapsed_ms > 0:
             busy_share = min(1.0, max(0, load.reading_ms - self.load.reading_ms) / elapsed_ms)
             self.reading_share += min(1.0, elapsed_ms / READING_MEMORY_MS) * (busy_share - self.reading_share)
-        self.load = load
-        self.num_used_blocks = load.blocks.active
+        self._take_load(load)
         for leg in self.legs.values():
             if leg.unreported and leg.state is not LegState.PLANNED:
                 leg.unreported = False
                 self.num_unreported_tokens -= leg.num_unread_tokens
+
+    def _take_load(self, load: WorkerLoad) -> None:
+        self.load = load
+        self.num_total_blocks = load.blocks.total
+        self.ms_per_token = load.step_ms_per_token
+        self.decode_base_ms = load.decode_base_ms
+        self.decode_context_token_ms = load.decode_context_token_ms
+        self.chunk_token_ms = load.chunk_token_ms
+        self.num_used_blocks = load.blocks.active
 
     def check_invariants(self) -> None:
         held = [leg for leg in self.legs.values() if not leg.is_released]
@@ -215,7 +200,6 @@ class WorkerRegistry:
         pool = self._config.pool(hello.pool)
         assert pool is not None and hello.ref.worker.name not in self._by_name
         worker = Worker(hello=hello, pool=pool, load=hello.load, last_heard_ns=now_ns, load_heard_ns=now_ns)
-        worker.num_used_blocks = hello.load.blocks.active
         self._by_name[worker.id.name] = worker
         self._by_role[worker.role].append(worker)
         self._update_limits()

@@ -50,7 +50,7 @@ INLINE_PROMPT_LENGTH = 1024
 
 _Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 _AnyContext = grpc.aio.ServicerContext[Any, Any]
-_Prepared = tuple[RequestBody, tuple[bytes, ...]]
+_Prepared = tuple[RequestBody, bytes]
 
 
 class InferenceService:

@@ -26,7 +26,8 @@ class RequestSpec:
     """A validated request.
 
     Attributes:
-        body: complete; nothing is delivered of any answer yet. block_hashes: of the prompt's full blocks, in order.
+        body: complete; nothing is delivered of any answer yet.
+        block_hashes: of the prompt's full blocks, in order, packed.
         deadline_ns: the client's deadline on the owner's clock, None if it has none.
         max_latency_ms: longest time to the first token that is of use to the client, None if there is no limit.
         block_size, extra_key: what else names the blocks that are filled later; 0 where they need no names.
@@ -35,7 +36,7 @@ class RequestSpec:
 
     request_id: str
     body: RequestBody
-    block_hashes: tuple[bytes, ...] = ()
+    block_hashes: bytes = b""
     block_size: int = 0
     extra_key: bytes = b""
     tenant: str = ""

@@ -63,9 +63,9 @@ class ServedModel:
     block_size: int
     tokenizer: TextTokenizer
 
-    def hash_prompt(self, prompt_ids: tuple[int, ...], adapter: str, cache_salt: str) -> tuple[bytes, ...]:
-        """Names of the prompt's full blocks, by which workers may have them cached."""
-        return tuple(hash_blocks(prompt_ids, self.block_size, self.extra_key(adapter, cache_salt)))
+    def hash_prompt(self, prompt_ids: tuple[int, ...], adapter: str, cache_salt: str) -> bytes:
+        """Packed names of the prompt's full blocks, by which workers may have them cached."""
+        return b"".join(hash_blocks(prompt_ids, self.block_size, self.extra_key(adapter, cache_salt)))
 
     def extra_key(self, adapter: str, cache_salt: str) -> bytes:
         """What the name of a block depends on besides the tokens up to its end."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 STOP_GRACE_S: Final = 0.5
 """How long open streams may take to end when the coordinator stops."""
 EXIT_FAILED: Final = 1
+GC_THRESHOLDS: Final = (100_000, 20, 100)
+"""The state has few cycles and many long-lived objects: looking for garbage as often as usual costs a tenth of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,7 @@ async def run_coordinator(
         PortInUseError: host:port, or that of the metrics page, cannot be listened on.
         Exception: what ClusterState raised, which is a bug; the process should end and start anew.
     """
+    gc.set_threshold(*GC_THRESHOLDS)
     reaper = WorkerReaper() if end_remote is None else WorkerReaper(end_remote)
     state = ClusterState(settings.config, epoch=settings.epoch)
     driver = Driver(

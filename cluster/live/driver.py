@@ -2,7 +2,7 @@
 
 Everything here runs on one event loop's thread and nothing waits, so events are handled one after the other and the
 effects of one are carried out before the next is looked at. Bodies of requests (prompt ids, parameters) stay here, as
-the protobuf messages they came as; the state knows only their request ids.
+the bytes they came as; the state knows only their request ids.
 """
 
 from __future__ import annotations
@@ -60,11 +60,12 @@ class Driver:
         self._clock_ns = clock_ns
         self._fronts: dict[FrontId, FrontStream] = {}
         self._workers: dict[WorkerId, WorkerStream] = {}
-        self._bodies: dict[str, control_pb2.RequestBody] = {}
+        self._bodies: dict[str, bytes] = {}
         """By request id. Of a request taken over from an earlier life there is none before its next attempt."""
         self._journal = journal
         self._flush_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = 0
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what the state machine raised: a bug, after which its state cannot be trusted."""
 
@@ -80,7 +81,7 @@ class Driver:
             self.front_left(front, older)
         self._fronts[front] = stream
 
-    def front_said(self, front: FrontId, message: FrontMessage, body: control_pb2.RequestBody | None) -> None:
+    def front_said(self, front: FrontId, message: FrontMessage, body: bytes | None) -> None:
         # The first Submit of an id counts, and a Resubmit only of a request that is this front's own: anything else
         # would leave a body behind that no effect ever drops, or answer another front's request with this one's prompt.
         if body is not None and isinstance(message, Submit | Resubmit):
@@ -214,14 +215,20 @@ class Driver:
             stream.close()
 
     def _set_timer(self) -> None:
+        """A timer that is due earlier than it need be is left alone: nearly every event moves the next deadline."""
+        deadline_ns = self.state.next_deadline_ns()
+        if deadline_ns is None or (self._timer is not None and self._timer_ns <= deadline_ns):
+            return
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        deadline_ns = self.state.next_deadline_ns()
-        if deadline_ns is not None:
-            delay_s = max(0.0, (deadline_ns - self._clock_ns()) / NS_PER_S)
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+        delay_s = max(0.0, (deadline_ns - self._clock_ns()) / NS_PER_S)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+        self._timer_ns = deadline_ns
 
     def _tick(self) -> None:
         self._timer = None
-        self._handle(events.Tick())
+        deadline_ns = self.state.next_deadline_ns()
+        if deadline_ns is not None and deadline_ns <= self._clock_ns():
+            self._handle(events.Tick())
+        else:
+            self._set_timer()

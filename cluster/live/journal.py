@@ -12,7 +12,7 @@ from typing import BinaryIO, Final
 from cluster.core.effects import Effect
 from cluster.core.events import Event
 from cluster.core.state import ClusterState
-from cluster.wire.journal import Header, encode_entry, encode_header, encode_snapshot
+from cluster.wire.journal import Header, encode_entry, encode_header, encode_snapshot, write_record
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +67,9 @@ class Journal:
         """Called after the state has handled the event."""
         if self._file is None:
             return
-        line = encode_entry(now_ns, event, effects)
+        entry = encode_entry(now_ns, event, effects)
         try:
-            self._file.write(line)
-            self._file.write(b"\n")
-            self._size_bytes += len(line) + 1
+            self._size_bytes += write_record(self._file, entry)
             if self._size_bytes >= self._settings.file_size_bytes:
                 self._begin_file()
         except OSError as error:
@@ -105,10 +103,8 @@ class Journal:
             now_ns=self._clock_ns(),
             snapshot=encode_snapshot(self._state),
         )
-        line = encode_header(header)
         self._file = path.open("wb", buffering=_BUFFER_BYTES)
-        self._file.write(line)
-        self._file.write(b"\n")
+        write_record(self._file, encode_header(header))
         self._size_bytes = 0  # A snapshot of many requests must not end the file that it begins.
         self._num_files += 1
         for old in journal_files(self._settings.directory)[: -self._settings.max_files]:

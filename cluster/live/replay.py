@@ -17,14 +17,22 @@ from cluster.core import events
 from cluster.core.brief import brief
 from cluster.core.effects import DropBody, Effect, ReportPoison, ToFront, ToWorker
 from cluster.core.events import Event
-from cluster.core.ids import AttemptId
+from cluster.core.ids import AttemptId, FrontId, WorkerId
 from cluster.core.messages import LegTimeline, WorkerRef
 from cluster.core.state import ClusterState
 from cluster.core.views import RequestView
 from cluster.live.journal import journal_files
-from cluster.wire.journal import Header, JournalError, decode_entry, decode_header, decode_snapshot, encode_effects
+from cluster.wire.journal import (
+    Header,
+    JournalError,
+    Record,
+    decode_entry,
+    decode_header,
+    decode_snapshot,
+    encode_effects,
+    read_records,
+)
 
-MAX_LINE_BYTES: Final = 2**31
 INDENT: Final = "   "
 """Before what is not said by or to anybody."""
 
@@ -34,7 +42,7 @@ class Difference:
     """The first entry whose effects were not what they are now."""
 
     path: Path
-    line: int
+    record: int
     event: str
     written: bytes
     replayed: bytes
@@ -44,7 +52,7 @@ class Difference:
 class FileReport:
     """Attributes:
     num_events, num_effects: replayed.
-    is_cut: whether the last line was not wholly written, as a killed process leaves it.
+    is_cut: whether the last record was not wholly written, as a killed process leaves it.
     difference: None where all was the same.
     """
 
@@ -82,54 +90,45 @@ def replay_file(path: Path, *, request_id: str | None = None, tell: Tell | None 
         request_id: whose story is told to `tell`.
 
     Raises:
-        JournalError: the file is not a journal, or has a line that is none of a journal's.
+        JournalError: the file is not a journal, or has a record that is none of a journal's.
         OSError: it cannot be read.
     """
-    lines = _read_lines(path)
-    first = next(lines, None)
+    with path.open("rb") as file:
+        return _replay(path, read_records(file), request_id, tell)
+
+
+def _replay(path: Path, records: Iterator[Record], request_id: str | None, tell: Tell | None) -> FileReport:
+    first = next(records, None)
     if first is None:
         raise JournalError(f"{path} is empty")
-    header = decode_header(first.text)
+    header = decode_header(first.content)
     state = decode_snapshot(header.snapshot)
     story = None if request_id is None or tell is None else _Story(request_id, header, tell)
     num_events = num_effects = 0
     is_cut, difference = not first.is_whole, None
-    for line in lines:
-        if not line.is_whole:
+    for record in records:
+        if not record.is_whole:
             is_cut = True
             break
         try:
-            entry = decode_entry(line.text)
+            entry = decode_entry(record.content)
         except JournalError as error:
-            raise JournalError(f"{path}:{line.number}: {error}") from error
+            raise JournalError(f"{path}:{record.number}: {error}") from error
         effects = state.handle(entry.now_ns, entry.event)
         num_events += 1
         num_effects += len(effects)
         replayed = encode_effects(effects)
         if replayed != entry.effects:
             what = brief(entry.event)
-            difference = Difference(path=path, line=line.number, event=what, written=entry.effects, replayed=replayed)
+            difference = Difference(
+                path=path, record=record.number, event=what, written=entry.effects, replayed=replayed
+            )
             break
         if story is not None:
             story.follow(entry.now_ns, entry.event, effects, state)
     return FileReport(
         path=path, header=header, num_events=num_events, num_effects=num_effects, is_cut=is_cut, difference=difference
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _FileLine:
-    number: int
-    text: bytes
-    is_whole: bool
-
-
-def _read_lines(path: Path) -> Iterator[_FileLine]:
-    with path.open("rb") as file:
-        number = 0
-        while text := file.readline(MAX_LINE_BYTES):
-            number += 1
-            yield _FileLine(number, text, text.endswith(b"\n"))
 
 
 class _Story:
@@ -210,10 +209,12 @@ def _short(message: object) -> str:
 def _short_field(field: dataclasses.Field[Any], value: object) -> str:
     if value is None or value == field.default or field.name in ("request_id", "epoch", "lease_id", "why"):
         return ""
-    if isinstance(value, tuple | list):
-        return f"{field.name}={len(value)}"
     if isinstance(value, AttemptId):
         return f"attempt={value.attempt}"
+    if isinstance(value, tuple | list) and not isinstance(value, WorkerId | FrontId):
+        return f"{field.name}={len(value)}"
+    if isinstance(value, bytes):
+        return f"{field.name}={len(value)} bytes"
     if isinstance(value, WorkerRef):
         return f"{field.name}={value.worker}"
     if isinstance(value, float):

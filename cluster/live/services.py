@@ -20,7 +20,7 @@ from cluster.live.admin import drain_order, flip_order, incarnation_of, leases_r
 from cluster.live.driver import Driver, FrontStream, WorkerStream
 from cluster.live.reachability import why_unreachable
 from cluster.live.worker_reaper import WorkerReaper
-from cluster.wire.codec import decode_body, decode_front, decode_worker, encode_command
+from cluster.wire.codec import check_body, decode_front, decode_worker, encode_command
 from cluster.wire.mirror import WireError
 
 logger = logging.getLogger(__name__)
@@ -192,9 +192,7 @@ def _why_left(stream: WorkerStream) -> str:
     return "it did not take its commands" if stream.has_overflowed else "its control stream ended"
 
 
-def _message_and_body(
-    envelope: control_pb2.FrontEnvelope,
-) -> tuple[FrontMessage, control_pb2.RequestBody | None]:
+def _message_and_body(envelope: control_pb2.FrontEnvelope) -> tuple[FrontMessage, bytes | None]:
     """Of every message but the first. Raises WireError also where one that needs a body comes without it."""
     message = decode_front(envelope)
     if isinstance(message, FrontHello):
@@ -204,5 +202,5 @@ def _message_and_body(
     if not envelope.HasField("body"):
         raise WireError(f"{type(message).__name__} lacks its body")
     # A worker that cannot read a body ends, and so would the next one: better this front's stream than theirs.
-    decode_body(envelope.body)
+    check_body(envelope.body)
     return message, envelope.body

@@ -13,9 +13,13 @@ from cluster.policy.costs import WorkerLike
 
 MAX_HOLDERS: Final = 4
 """Workers of a role that are looked at because they hold a prefix of the prompt."""
-NUM_DRAWN: Final = 8
-"""Workers of a role that are drawn besides; where there are no more than these, all are looked at."""
+MAX_ALL: Final = 8
+"""Where there are no more workers of a role than these, all are looked at ..."""
+NUM_DRAWN: Final = 4
+"""... and otherwise so many are drawn besides the holders."""
 
+_DRAW_SHIFTS: Final = tuple(range(0, 16 * NUM_DRAWN, 16))
+"""Each draw takes 16 bits of one mixed number, which has 64."""
 _MASK: Final = 2**64 - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 
@@ -30,8 +34,9 @@ def candidates_of(workers: Sequence[Worker], holders: Iterable[Worker], seed: in
         seed: another one at each decision, so that no worker is passed over for ever.
     """
     drawn: Iterable[Worker] = workers
-    if len(workers) > NUM_DRAWN:
-        drawn = (workers[_mix(seed * NUM_DRAWN + index) % len(workers)] for index in range(NUM_DRAWN))
+    if len(workers) > MAX_ALL:
+        mixed, num_workers = _mix(seed), len(workers)
+        drawn = [workers[(mixed >> shift & 0xFFFF) * num_workers >> 16] for shift in _DRAW_SHIFTS]
     chosen = {worker.id: worker for worker in holders}
     for worker in drawn:
         chosen.setdefault(worker.id, worker)

@@ -83,14 +83,24 @@ class StepCosts:
 
 def usual_costs(workers: Sequence[WorkerLike]) -> StepCosts:
     """Of an average worker among these."""
-    writers = [worker for worker in workers if _has_decoded(worker)]
-    num_writers = max(1, len(writers))
-    chunk_costs = [worker.chunk_token_ms for worker in workers if worker.chunk_token_ms > 0]
+    num_readers = num_writers = num_chunk_costs = 0
+    ms_per_token = base_ms = context_token_ms = chunk_token_ms = 0.0
+    for worker in workers:  # one pass, at every decision
+        if worker.ms_per_token > 0:
+            num_readers += 1
+            ms_per_token += worker.ms_per_token
+        if worker.chunk_token_ms > 0:
+            num_chunk_costs += 1
+            chunk_token_ms += worker.chunk_token_ms
+        if _has_decoded(worker):
+            num_writers += 1
+            base_ms += worker.decode_base_ms
+            context_token_ms += worker.decode_context_token_ms
     return StepCosts(
-        ms_per_token=mean_ms_per_token(workers) or UNMEASURED_MS_PER_TOKEN,
-        decode_base_ms=sum(worker.decode_base_ms for worker in writers) / num_writers,
-        decode_context_token_ms=sum(worker.decode_context_token_ms for worker in writers) / num_writers,
-        chunk_token_ms=sum(chunk_costs) / max(1, len(chunk_costs)),
+        ms_per_token=ms_per_token / num_readers if num_readers else UNMEASURED_MS_PER_TOKEN,
+        decode_base_ms=base_ms / max(1, num_writers),
+        decode_context_token_ms=context_token_ms / max(1, num_writers),
+        chunk_token_ms=chunk_token_ms / max(1, num_chunk_costs),
     )
 
 

@@ -241,7 +241,7 @@ class World:
                 cache_salt=request.cache_salt,
                 priority=request.priority,
             ),
-            block_hashes=tuple(hash_blocks(request.prompt_ids, self.scenario.block_size, extra)),
+            block_hashes=b"".join(hash_blocks(request.prompt_ids, self.scenario.block_size, extra)),
             block_size=self.scenario.block_size,
             extra_key=extra,
             tenant=request.tenant,

@@ -1,7 +1,8 @@
-"""The coordinator's journal: what each file and line of it holds, as bytes.
+"""The coordinator's journal: what each file and record of it holds, as bytes.
 
-A file is lines of JSON. The first is a header with a snapshot of ClusterState; each other one is an *entry*,
-`[now_ns, event, effects]`, where an event is `[kind, message kind, fields]` and an effect likewise. Replaying the
+A file is records of MessagePack, each after its length. The first is a header with a snapshot of ClusterState; each
+other one is an *entry*, `[now_ns, event, effects]`, where an event is `[kind, message kind, fields]` and an effect
+likewise. (JSON would take five times as long to write: most of an entry is hashes.) Replaying the
 events from the snapshot gives the same effects, byte for byte, with the release of Baton that wrote them. What users
 wrote is not in it: messages carry lengths and hashes, and bodies travel beside them (`cluster.core.messages`).
 
@@ -11,14 +12,12 @@ classes of `cluster.core` and `cluster.policy` and plain containers, so a journa
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 import pickle
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, get_args
+from typing import Any, BinaryIO, Final, get_args
 
 import msgspec
 
@@ -29,21 +28,23 @@ from cluster.core.ids import FrontId, WorkerId
 from cluster.core.messages import FrontMessage, WorkerMessage
 from cluster.core.state import ClusterState
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+LENGTH_BYTES: Final = 4
+MAX_RECORD_BYTES: Final = 2**31
 _STATE_PACKAGES: Final = ("cluster.core.", "cluster.policy.")
 _STATE_BUILTINS: Final = (("builtins", "set"), ("builtins", "frozenset"), ("collections", "deque"))
 
-_encoder = msgspec.json.Encoder()
+_encoder = msgspec.msgpack.Encoder()
 _message_kinds: Final = {kind.__name__: kind for kind in (*get_args(FrontMessage), *get_args(WorkerMessage))}
 
 
 class JournalError(Exception):
-    """A line is not what a journal of this release holds; says why."""
+    """A record is not what a journal of this release holds; says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The first line of a file.
+    """The first record of a file.
 
     Attributes:
         release: of Baton that wrote it. epoch: of the coordinator's life. number: of the file in that life, from 0.
@@ -56,43 +57,69 @@ class Header:
     number: int
     wall_ns: int
     now_ns: int
-    snapshot: str
+    snapshot: bytes
     format: int = FORMAT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One event, and the effects that came of it as they stand in the line."""
+    """One event, and the effects that came of it as they stand in the record."""
 
     now_ns: int
     event: Event
     effects: bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """`number` counts from 1. Not `is_whole` where the file ends within it, as a killed process leaves it."""
+
+    number: int
+    content: bytes
+    is_whole: bool
+
+
+def write_record(file: BinaryIO, content: bytes) -> int:
+    """Returns the number of bytes written. Raises: OSError."""
+    file.write(len(content).to_bytes(LENGTH_BYTES, "little"))
+    file.write(content)
+    return LENGTH_BYTES + len(content)
+
+
+def read_records(file: BinaryIO) -> Iterator[Record]:
+    """Up to the file's end. Raises: OSError."""
+    number = 0
+    while length := file.read(LENGTH_BYTES):
+        number += 1
+        size = int.from_bytes(length, "little")
+        content = file.read(min(size, MAX_RECORD_BYTES))
+        yield Record(number=number, content=content, is_whole=len(content) == size and len(length) == LENGTH_BYTES)
+
+
 def encode_header(header: Header) -> bytes:
     return _encoder.encode(header)
 
 
-def decode_header(line: bytes) -> Header:
+def decode_header(record: bytes) -> Header:
     """Raises: JournalError."""
     try:
-        header = msgspec.json.decode(line, type=Header)
+        header = msgspec.msgpack.decode(record, type=Header)
     except msgspec.MsgspecError as error:
-        raise JournalError(f"not the first line of a journal: {error}") from error
+        raise JournalError(f"not the first record of a journal: {error}") from error
     if header.format != FORMAT:
         raise JournalError(f"a journal of format {header.format}, expected {FORMAT}")
     return header
 
 
-def encode_snapshot(state: ClusterState) -> str:
-    return base64.b64encode(zlib.compress(pickle.dumps(state), level=1)).decode()
+def encode_snapshot(state: ClusterState) -> bytes:
+    return zlib.compress(pickle.dumps(state), level=1)
 
 
-def decode_snapshot(snapshot: str) -> ClusterState:
+def decode_snapshot(snapshot: bytes) -> ClusterState:
     """Raises: JournalError."""
     try:
-        state = _StateUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(snapshot)))).load()
-    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, AttributeError, TypeError) as error:
+        state = _StateUnpickler(io.BytesIO(zlib.decompress(snapshot))).load()
+    except (zlib.error, pickle.UnpicklingError, EOFError, AttributeError, TypeError) as error:
         raise JournalError(f"the snapshot cannot be read: {error}") from error
     if not isinstance(state, ClusterState):
         raise JournalError(f"the snapshot is of {type(state).__name__}, expected ClusterState")
@@ -100,17 +127,22 @@ def decode_snapshot(snapshot: str) -> ClusterState:
 
 
 def encode_entry(now_ns: int, event: Event, effects: Iterable[Effect]) -> bytes:
-    return _encoder.encode((now_ns, (type(event).__name__, _kind_of_message(event), event), _tagged(effects)))
+    return _encoder.encode((now_ns, (type(event).__name__, _CONTENT_KIND[type(event)](event), event), _tagged(effects)))
 
 
 def encode_effects(effects: Iterable[Effect]) -> bytes:
     return _encoder.encode(_tagged(effects))
 
 
-def decode_entry(line: bytes) -> Entry:
+def show_effects(effects: bytes) -> str:
+    """What `encode_effects` gives, for people: as JSON."""
+    return msgspec.json.encode(msgspec.msgpack.decode(effects)).decode()
+
+
+def decode_entry(record: bytes) -> Entry:
     """Raises: JournalError."""
     try:
-        now_ns, event, effects = msgspec.json.decode(line, type=tuple[int, _TaggedEvent, msgspec.Raw])
+        now_ns, event, effects = msgspec.msgpack.decode(record, type=tuple[int, _TaggedEvent, msgspec.Raw])
         return Entry(now_ns=now_ns, event=_decode_event(*event), effects=bytes(effects))
     except (msgspec.MsgspecError, KeyError) as error:
         raise JournalError(f"not an entry of a journal: {error}") from error
@@ -122,33 +154,46 @@ _TaggedEvent = tuple[str, str, msgspec.Raw]
 def _decode_event(kind: str, message_kind: str, fields: msgspec.Raw) -> Event:
     match kind:
         case "FromFront" | "FromWorker":
-            parts = msgspec.json.decode(fields, type=dict[str, msgspec.Raw])
-            message: Any = msgspec.json.decode(parts["message"], type=_message_kinds[message_kind])
+            parts = msgspec.msgpack.decode(fields, type=dict[str, msgspec.Raw])
+            message: Any = msgspec.msgpack.decode(parts["message"], type=_message_kinds[message_kind])
             if kind == "FromFront":
-                return events.FromFront(front=msgspec.json.decode(parts["front"], type=FrontId), message=message)
-            return events.FromWorker(worker=msgspec.json.decode(parts["worker"], type=WorkerId), message=message)
+                return events.FromFront(front=msgspec.msgpack.decode(parts["front"], type=FrontId), message=message)
+            return events.FromWorker(worker=msgspec.msgpack.decode(parts["worker"], type=WorkerId), message=message)
         case "FrontGone":
-            return msgspec.json.decode(fields, type=events.FrontGone)
+            return msgspec.msgpack.decode(fields, type=events.FrontGone)
         case "WorkerGone":
-            return msgspec.json.decode(fields, type=events.WorkerGone)
+            return msgspec.msgpack.decode(fields, type=events.WorkerGone)
         case "DrainAsked":
-            return msgspec.json.decode(fields, type=events.DrainAsked)
+            return msgspec.msgpack.decode(fields, type=events.DrainAsked)
         case "Tick":
-            return msgspec.json.decode(fields, type=events.Tick)
+            return msgspec.msgpack.decode(fields, type=events.Tick)
     raise JournalError(f"not an event: {kind!r}")
 
 
 def _tagged(effects: Iterable[Effect]) -> list[tuple[str, str, Effect]]:
-    return [(type(effect).__name__, _kind_of_message(effect), effect) for effect in effects]
+    return [(type(effect).__name__, _CONTENT_KIND[type(effect)](effect), effect) for effect in effects]
 
 
-def _kind_of_message(carrier: Event | Effect) -> str:
-    """The class of what it carries, empty where it carries nothing."""
-    if isinstance(carrier, events.FromFront | events.FromWorker | ToFront):
-        return type(carrier.message).__name__
-    if isinstance(carrier, ToWorker):
-        return type(carrier.command.body).__name__
+def _no_content(carrier: object) -> str:
     return ""
+
+
+def _message_kind(carrier: Any) -> str:
+    return type(carrier.message).__name__
+
+
+def _command_kind(carrier: Any) -> str:
+    return type(carrier.command.body).__name__
+
+
+_CONTENT_KIND: Final[dict[type, Callable[[Any], str]]] = {
+    **dict.fromkeys((*get_args(Event), *get_args(Effect)), _no_content),
+    events.FromFront: _message_kind,
+    events.FromWorker: _message_kind,
+    ToFront: _message_kind,
+    ToWorker: _command_kind,
+}
+"""Names the class of what an event or effect carries."""
 
 
 class _StateUnpickler(pickle.Unpickler):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from engine.core.errors import OutOfBlocksError, StaleGenerationError
-from engine.core.prefix_changes import IndexChanges, StoredBlock
+from engine.core.prefix_changes import IndexChanges, NamedBlock
 from engine.core.prefix_index import PrefixIndex
 
 __all__ = [
@@ -31,10 +31,10 @@ __all__ = [
     "BlockPool",
     "BlockState",
     "IndexChanges",
+    "NamedBlock",
     "OutOfBlocksError",
     "PrefixCounters",
     "StaleGenerationError",
-    "StoredBlock",
 ]
 
 DEFAULT_MAX_RESERVED_PERCENT = 75

@@ -8,8 +8,8 @@ from itertools import islice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredBlock:
-    """A block of this content can be matched. `parent_hash` is ROOT_HASH for a sequence's first block."""
+class NamedBlock:
+    """What a block holds. `parent_hash` is ROOT_HASH for a sequence's first block."""
 
     block_hash: bytes
     parent_hash: bytes
@@ -17,10 +17,10 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexChanges:
-    """`stored` can be matched from now on, and of `evicted` (hashes) no block is left. No hash is in both."""
+    """`stored` can be matched from now on, `evicted` cannot any more. No hash is in both."""
 
-    stored: tuple[StoredBlock, ...] = ()
-    evicted: tuple[bytes, ...] = ()
+    stored: tuple[NamedBlock, ...] = ()
+    evicted: tuple[NamedBlock, ...] = ()
 
 
 class PendingChanges:
@@ -34,7 +34,7 @@ class PendingChanges:
 
     def __init__(self) -> None:
         self._stored: dict[bytes, bytes] = {}  # hash -> parent's hash
-        self._evicted: dict[bytes, None] = {}
+        self._evicted: dict[bytes, bytes] = {}
 
     def __len__(self) -> int:
         return len(self._stored) + len(self._evicted)
@@ -45,24 +45,16 @@ class PendingChanges:
         else:
             self._stored[block_hash] = parent_hash
 
-    def evicted(self, block_hash: bytes) -> None:
+    def evicted(self, block_hash: bytes, parent_hash: bytes) -> None:
         if block_hash in self._stored:
             del self._stored[block_hash]
         else:
-            self._evicted[block_hash] = None
+            self._evicted[block_hash] = parent_hash
 
     def take(self, max_hashes: int) -> IndexChanges:
         """The oldest changes; at most `max_hashes`, the rest waits for the next call."""
-        evicted = tuple(islice(self._evicted, max_hashes))
-        for block_hash in evicted:
-            del self._evicted[block_hash]
-        stored = tuple(
-            StoredBlock(block_hash=block_hash, parent_hash=parent_hash)
-            for block_hash, parent_hash in islice(self._stored.items(), max_hashes - len(evicted))
-        )
-        for block in stored:
-            del self._stored[block.block_hash]
-        return IndexChanges(stored=stored, evicted=evicted)
+        evicted = _take_oldest(self._evicted, max_hashes)
+        return IndexChanges(stored=_take_oldest(self._stored, max_hashes - len(evicted)), evicted=evicted)
 
     def start_over(self, names: Iterable[tuple[bytes, bytes]]) -> None:
         """The reader has forgotten everything. `names`: (hash, parent's hash) of all that can be matched now."""
@@ -74,3 +66,13 @@ class PendingChanges:
         indexed = set(hashes)
         assert self._stored.keys() <= indexed, "a block is to be told as stored and cannot be matched"
         assert not self._evicted.keys() & indexed, "a block is to be told as evicted and can be matched"
+
+
+def _take_oldest(parents: dict[bytes, bytes], max_hashes: int) -> tuple[NamedBlock, ...]:
+    taken = tuple(
+        NamedBlock(block_hash=block_hash, parent_hash=parent_hash)
+        for block_hash, parent_hash in islice(parents.items(), max_hashes)
+    )
+    for block in taken:
+        del parents[block.block_hash]
+    return taken

@@ -113,7 +113,7 @@ class PrefixIndex:
             if parent_id is not None and parent_id in self._idle_inner:
                 self._idle_leaves.add(parent_id, self._idle_inner.remove(parent_id))
         self.num_evicted += 1
-        self.changes.evicted(block_hash)
+        self.changes.evicted(block_hash, parent_hash)
 
     def tell_all_again(self) -> None:
         """The reader of `changes` has lost track: to it, everything that is indexed is new."""

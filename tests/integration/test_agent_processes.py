@@ -192,7 +192,7 @@ async def conversation_comes_back(cluster: PlainCluster, model: Path) -> None:
     for turn, num_tokens in enumerate((200, 230)):
         body = greedy(prompt(num_tokens, salt=50), 3)
         hashes = hash_blocks(body.prompt_ids, BLOCK_SIZE, extra_key(model_fingerprint(model)))
-        answer = cluster.front.submit(f"turn-{turn}", body, tuple(hashes))
+        answer = cluster.front.submit(f"turn-{turn}", body, b"".join(hashes))
         async with asyncio.timeout(DEADLINE_S):
             await answer.done.wait()
             await told_of_blocks(cluster)

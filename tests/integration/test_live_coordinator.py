@@ -20,11 +20,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc
+from cluster.agent.translation import pack_grants
 from cluster.core.config import ClusterConfig, CoordinatorConfig, ModelConfig, PoolConfig
 from cluster.core.ids import AttemptId, FrontId, Outcome, RefusalCause, Role, WorkerId
 from cluster.core.messages import (
     AttemptFailed,
-    Block,
     BlockCounts,
     CancelLeg,
     Command,
@@ -63,6 +63,7 @@ from cluster.wire.codec import decode_command, decode_to_front, encode_body, enc
 from cluster.wire.stream_outbox import StreamOutbox
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
+from kv_transfer.protocol.messages import BlockGrant
 from tests.support.cli_scripted import baton
 
 TIMEOUT_S = 10.0
@@ -188,7 +189,7 @@ def run(
     asyncio.run(main())
 
 
-def submit(request_id: str = "r", num_tokens: int = 40, **fields: Any) -> tuple[Submit, control_pb2.RequestBody]:
+def submit(request_id: str = "r", num_tokens: int = 40, **fields: Any) -> tuple[Submit, bytes]:
     body = RequestBody(prompt_ids=tuple(range(num_tokens)), sampling=SamplingParams(max_tokens=8, seed=5))
     message = Submit(request_id=request_id, num_prompt_tokens=num_tokens, max_tokens=8, **fields)
     return message, encode_body(body)
@@ -205,7 +206,7 @@ async def joined(coordinator: Running) -> tuple[Peer, Peer, Peer]:
 
 async def granted(decode: Peer, reserve: Command) -> ReserveGranted:
     assert isinstance(reserve.body, Reserve)
-    blocks = tuple(Block(index=i, block_id=i + 1, generation=1) for i in range(3))
+    blocks = pack_grants(BlockGrant(i, i + 1, 1) for i in range(3))
     grant = ReserveGranted(
         attempt=reserve.body.attempt, lease_id=reserve.body.lease_id, num_cached_blocks=0, blocks=blocks, ttl_ms=10_000
     )
@@ -340,8 +341,10 @@ def test_a_front_cannot_replace_the_body_of_anothers_request() -> None:
         await front.say(*submit())
         await coordinator.until(lambda status: status.num_queued == 1)
         message, body = submit()
-        body.prompt_ids[0] = 77
-        await other.say(Resubmit(request_id=message.request_id, failed_attempt=1, num_delivered=0), body)
+        changed = control_pb2.RequestBody.FromString(body)
+        changed.prompt_ids[0] = 77
+        resubmit = Resubmit(request_id=message.request_id, failed_attempt=1, num_delivered=0)
+        await other.say(resubmit, changed.SerializeToString())
         await other.say(*submit("s"))
         await coordinator.until(lambda status: status.num_queued == 2)
         await coordinator.worker("p-0", Role.PREFILL)
@@ -437,8 +440,8 @@ def test_a_front_that_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -
     run(scenario)
 
 
-@pytest.mark.parametrize("body", [None, control_pb2.RequestBody(prompt_ids=[1])], ids=["absent", "unreadable"])
-def test_a_malformed_message_ends_that_front_alone(body: control_pb2.RequestBody | None) -> None:
+@pytest.mark.parametrize("body", [None, b"\x0a\x01\x01", b"\xff"], ids=["absent", "incomplete", "unreadable"])
+def test_a_malformed_message_ends_that_front_alone(body: bytes | None) -> None:
     """A body whose parameters are not filled in would end every worker that it is given to."""
 
     async def scenario(coordinator: Running) -> None:

@@ -15,9 +15,9 @@ from cluster.agent import effects as fx
 from cluster.agent import events as ev
 from cluster.agent.legs import push_key_of
 from cluster.agent.state import WorkerState
+from cluster.agent.translation import block_grants, pack_grants
 from cluster.core.ids import AttemptId, Role, WorkerId
 from cluster.core.messages import (
-    Block,
     CancelLeg,
     Command,
     CommandBody,
@@ -90,8 +90,7 @@ class Besieged:
                 case fx.FencePeer(peer=peer):
                     self.fencing.append(peer)
                 case fx.ToCoordinator(message=ReserveGranted(attempt=attempt, lease_id=lease_id, blocks=blocks)):
-                    granted = tuple(BlockGrant(b.index, b.block_id, b.generation) for b in blocks)
-                    self.grants.append((push_key_of(attempt), lease_id, granted, self.sources[attempt]))
+                    self.grants.append((push_key_of(attempt), lease_id, block_grants(blocks), self.sources[attempt]))
                 case fx.Shutdown(reason=reason):
                     raise AssertionError(f"the worker was talked into ending: {reason}")
                 case _:
@@ -119,11 +118,15 @@ class Besieged:
             reserve = Reserve(attempt=attempt, lease_id=number, source=ref, num_tokens=num_reserved, ttl_ms=ttl_ms)
             self.command(reserve, request)
             return
-        blocks = tuple(Block(index=i, block_id=i, generation=7) for i in range(num_tokens // BLOCK_SIZE + 1))
-        granted = tuple(BlockGrant(b.index, b.block_id, b.generation) for b in blocks)
+        granted = tuple(BlockGrant(i, i, 7) for i in range(num_tokens // BLOCK_SIZE + 1))
         self.grants.append((push_key_of(attempt), number, granted, peer))
         prefill = Prefill(
-            attempt=attempt, lease_id=number, destination=ref, num_cached_blocks=0, blocks=blocks, ttl_ms=ttl_ms
+            attempt=attempt,
+            lease_id=number,
+            destination=ref,
+            num_cached_blocks=0,
+            blocks=pack_grants(granted),
+            ttl_ms=ttl_ms,
         )
         self.command(prefill, request)
 

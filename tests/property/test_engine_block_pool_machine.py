@@ -195,7 +195,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert len(stored) == len(changes.stored) and len(stored) + len(changes.evicted) <= max_hashes
         assert not self.told & stored
         for evicted in changes.evicted:
-            self.told.remove(evicted)
+            self.told.remove(evicted.block_hash)
         self.told |= stored
         assert len(self.told) <= len(self.generations)
         parents = {name(path): name(path[:-1]) for path in self.indexed}

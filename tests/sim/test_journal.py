@@ -14,7 +14,7 @@ from cluster.core.messages import Submit
 from cluster.core.state import ClusterState
 from cluster.live.replay import Line, replay_file
 from cluster.sim.history import run_seed
-from cluster.wire.journal import Header, encode_entry, encode_header, encode_snapshot
+from cluster.wire.journal import Header, encode_entry, encode_header, encode_snapshot, write_record
 
 SEEDS = range(40)
 FILE_EVENTS = 40
@@ -53,9 +53,11 @@ class Recorder:
         self._monkeypatch.undo()
         paths = []
         for files in self._files.values():
-            for lines in files:
+            for records in files:
                 path = self._folder / f"{len(paths)}.journal"
-                path.write_bytes(b"".join(line + b"\n" for line in lines))
+                with path.open("wb") as file:
+                    for record in records:
+                        write_record(file, record)
                 paths.append(path)
         return paths
 

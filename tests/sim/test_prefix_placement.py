@@ -77,7 +77,7 @@ class Lies(HeldPrefixes):
     """Says of every worker that it holds some part of the prompt or other."""
 
     def __init__(self, prefix_map: PrefixMap, chain: bytes) -> None:
-        super().__init__(prefix_map, ())
+        super().__init__(prefix_map, [])
         self.lives, self.chain = prefix_map.lives(), chain
 
     def num_blocks_of(self, worker: WorkerId) -> int:

@@ -10,7 +10,7 @@ from cluster.core.effects import DropBody, Effect, GiveUpWorker, ToFront, ToWork
 from cluster.core.events import Event, FromFront, FromWorker, FrontGone, Tick, WorkerGone
 from cluster.core.ids import AttemptId, FrontId, Role, WorkerId
 from cluster.core.messages import (
-    Block,
+    GRANTED_BLOCK_BYTES,
     BlockCounts,
     CommandBody,
     Committed,
@@ -167,7 +167,7 @@ class Bench:
         return self.front_says(message)
 
     def grant(self, attempt: AttemptId, decode: WorkerId = D0, lease_id: int = 0) -> list[Effect]:
-        blocks = (Block(index=0, block_id=4, generation=1), Block(index=1, block_id=5, generation=1))
+        blocks = bytes(2 * GRANTED_BLOCK_BYTES)
         granted = ReserveGranted(attempt=attempt, lease_id=lease_id, num_cached_blocks=0, blocks=blocks, ttl_ms=9_000)
         return self.worker_says(decode, granted)
 

@@ -88,7 +88,7 @@ class ModelWorker:
                     return
                 self.legs[attempt] = ModelLeg("reserved", source.worker, lease_id)
                 self.say(
-                    ReserveGranted(attempt=attempt, lease_id=lease_id, num_cached_blocks=0, blocks=(), ttl_ms=1000)
+                    ReserveGranted(attempt=attempt, lease_id=lease_id, num_cached_blocks=0, blocks=b"", ttl_ms=1000)
                 )
             case Prefill(attempt=attempt, destination=destination, lease_id=lease_id):
                 assert attempt not in self.legs

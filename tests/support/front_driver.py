@@ -16,7 +16,7 @@ MS = 1_000_000
 P = WorkerRef(worker=WorkerId("p", 1), token_address="p:1")
 D = WorkerRef(worker=WorkerId("d", 1), token_address="d:1")
 BODY = RequestBody(prompt_ids=tuple(range(40)), sampling=SamplingParams(max_tokens=8), priority=3, cache_salt="s")
-HASHES = (b"h" * 16,)
+HASHES = b"h" * 16
 
 
 class Driver:

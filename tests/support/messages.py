@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 import typing
 from enum import Enum
@@ -31,7 +30,7 @@ def _one(hint: Any) -> st.SearchStrategy[Any]:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return st.sampled_from(hint)
     hints = typing.get_type_hints(hint)
-    return st.builds(hint, **{field.name: _one(hints[field.name]) for field in dataclasses.fields(hint)})
+    return st.builds(hint, **{name: _one(part) for name, part in hints.items()})
 
 
 def strategy_of(*types_: Any) -> st.SearchStrategy[Any]:

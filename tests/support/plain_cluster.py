@@ -165,7 +165,7 @@ class TestFront:
         for channel in self._channels:
             await channel.close(None)
 
-    def submit(self, request_id: str, body: RequestBody, block_hashes: tuple[bytes, ...] = ()) -> Answer:
+    def submit(self, request_id: str, body: RequestBody, block_hashes: bytes = b"") -> Answer:
         answer = Answer(body=body, submitted_s=time.monotonic())
         self.answers[request_id] = answer
         submit = Submit(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cluster.agent.block_reports import BlockReporter
 from cluster.core.ids import Role, WorkerId
-from cluster.core.messages import BlockEvents, BlockRun
+from cluster.core.messages import BLOCK_HASH_BYTES, BlockEvents, BlockRun
 from cluster.core.prefix_map import PrefixMap
 from engine.core.block_hash import ROOT_HASH, block_hash
 from engine.core.block_pool import BlockPool
@@ -35,6 +35,10 @@ def reporter_of(pool: BlockPool, *, max_hashes: int = 100) -> BlockReporter:
     return BlockReporter(pool, interval_ns=INTERVAL_NS, max_hashes=max_hashes)
 
 
+def hashes_of(*packed: bytes) -> list[bytes]:
+    return [run[at : at + BLOCK_HASH_BYTES] for run in packed for at in range(0, len(run), BLOCK_HASH_BYTES)]
+
+
 class Listener:
     """Keeps the hashes that it was told of and not told to be gone, and has a PrefixMap hear the same."""
 
@@ -46,11 +50,12 @@ class Listener:
     def hear(self, events: BlockEvents) -> bool:
         if events.is_snapshot:
             self.hashes = set()
-        for gone in events.evicted:
+        for gone in hashes_of(*events.evicted):
             self.hashes.remove(gone)
         for run in events.stored:
-            assert run.hashes and not self.hashes & set(run.hashes)
-            self.hashes.update(run.hashes)
+            news = hashes_of(run.hashes)
+            assert news and not self.hashes & set(news)
+            self.hashes.update(news)
         is_gap = self.prefix_map.hear(WORKER, events)
         self.prefix_map.check_invariants()
         return is_gap
@@ -70,11 +75,22 @@ def test_blocks_that_follow_each_other_are_told_as_one_run() -> None:
     store(pool, "abx")
     store(pool, "q")
     runs = (
-        BlockRun(parent=ROOT_HASH, hashes=(name("a"), name("ab"), name("abc"))),
-        BlockRun(parent=name("ab"), hashes=(name("abx"),)),
-        BlockRun(parent=ROOT_HASH, hashes=(name("q"),)),
+        BlockRun(parent=ROOT_HASH, hashes=name("a") + name("ab") + name("abc")),
+        BlockRun(parent=name("ab"), hashes=name("abx")),
+        BlockRun(parent=ROOT_HASH, hashes=name("q")),
     )
     assert reporter.take(INTERVAL_NS) == BlockEvents(sequence_number=2, is_snapshot=False, stored=runs)
+
+
+def test_evictions_are_told_as_runs_in_the_order_of_their_sequence() -> None:
+    pool = BlockPool(6)
+    reporter = reporter_of(pool)
+    store(pool, "abc")
+    store(pool, "xyz")
+    reporter.take(0)
+    pool.allocate(5)
+    told = reporter.take(INTERVAL_NS)
+    assert told is not None and told.evicted == (name("a") + name("ab") + name("abc"), name("xy") + name("xyz"))
 
 
 def test_changes_are_told_at_intervals() -> None:
@@ -113,7 +129,7 @@ def test_starting_over_tells_everything_at_the_next_number() -> None:
     assert reporter.take(INTERVAL_NS) == BlockEvents(
         sequence_number=2,
         is_snapshot=True,
-        stored=(BlockRun(parent=ROOT_HASH, hashes=(name("a"), name("ab"))),),
+        stored=(BlockRun(parent=ROOT_HASH, hashes=name("a") + name("ab")),),
     )
 
 
@@ -141,7 +157,8 @@ def test_whoever_listens_comes_to_know_exactly_what_can_be_found(
             if item == "lose":
                 reporter.start_over()
             elif told is not None:
-                assert len(told.evicted) + sum(len(run.hashes) for run in told.stored) <= max_hashes
+                told_runs = (*told.evicted, *(run.hashes for run in told.stored))
+                assert len(hashes_of(*told_runs)) <= max_hashes
                 assert not listener.hear(told)
                 assert len(listener.hashes) <= num_blocks
         elif item == "start over":

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.agent import events as ev
+from cluster.agent.translation import block_grants
 from cluster.core.ids import AttemptId, Outcome
 from cluster.core.messages import ReserveGranted
 from cluster.core.token_messages import PROMPT_CHOICE
@@ -70,7 +71,7 @@ def test_three_answers_from_one_push(num_prompt_tokens: int) -> None:
     world = World()
     request = world.submit("r", body(tuple(range(num_prompt_tokens))))
     granted = next(message for _, message in world.messages if isinstance(message, ReserveGranted))
-    assert len(granted.blocks) == -(-(num_prompt_tokens + 1) // BLOCK_SIZE) + 2
+    assert len(block_grants(granted.blocks)) == -(-(num_prompt_tokens + 1) // BLOCK_SIZE) + 2
     world.settle()
     assert request.finished is not None and request.committed is not None
     assert (request.finished.num_output_tokens, request.finished.outcome) == (3 * 6, Outcome.LENGTH)

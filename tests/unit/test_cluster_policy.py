@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from cluster.core.ids import WorkerId
-from cluster.policy.candidates import MAX_HOLDERS, NUM_DRAWN, candidates_of
+from cluster.policy.candidates import MAX_ALL, MAX_HOLDERS, NUM_DRAWN, candidates_of
 from cluster.policy.placement import Candidates, Demand, Placement, Wait, demand_of, place
 
 
@@ -273,7 +273,7 @@ def test_the_reason_tells_the_numbers() -> None:
 
 
 def test_few_workers_are_all_candidates_with_the_holders_first() -> None:
-    workers = [_worker(f"p{number}") for number in range(NUM_DRAWN)]
+    workers = [_worker(f"p{number}") for number in range(MAX_ALL)]
     names = [worker.id.name for worker in candidates_of(workers, [workers[5], workers[2]], seed=1)]
     assert names[:2] == ["p5", "p2"] and sorted(names) == [worker.id.name for worker in workers]
 

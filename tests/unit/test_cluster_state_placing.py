@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.core.ids import AttemptId, Outcome, WorkerId
-from cluster.core.messages import BlockEvents, BlockRun, CancelRequest, Heartbeat, Reserve, RunLocal
+from cluster.core.messages import BLOCK_HASH_BYTES, BlockEvents, BlockRun, CancelRequest, Heartbeat, Reserve, RunLocal
 from cluster.policy.candidates import NUM_DRAWN
 from engine.core.block_hash import ROOT_HASH, hash_blocks
 from tests.support.coordinator import D0, D1, P0, P1, Bench, make_config, make_load
 
 PROMPT = range(500, 820)
-CHAIN = tuple(hash_blocks(PROMPT, 16, b""))
+CHAIN = b"".join(hash_blocks(PROMPT, 16, b""))
 
 
 def bench_of(*workers: WorkerId, **config: Any) -> Bench:
@@ -23,13 +23,13 @@ def bench_of(*workers: WorkerId, **config: Any) -> Bench:
 
 def tell(bench: Bench, worker: WorkerId, number: int, num_blocks: int, *, evicted: tuple[bytes, ...] = ()) -> None:
     """The worker's events: a snapshot of the chain's first blocks, or what it has evicted."""
-    stored = (BlockRun(parent=ROOT_HASH, hashes=CHAIN[:num_blocks]),) if num_blocks else ()
+    stored = (BlockRun(parent=ROOT_HASH, hashes=CHAIN[: num_blocks * BLOCK_HASH_BYTES]),) if num_blocks else ()
     events = BlockEvents(sequence_number=number, is_snapshot=not evicted, stored=stored, evicted=evicted)
     bench.worker_says(worker, events)
 
 
 def submit(bench: Bench, request_id: str = "r") -> Any:
-    return bench.submit(request_id, num_prompt_tokens=len(PROMPT), block_hashes=CHAIN)  # type: ignore[arg-type]
+    return bench.submit(request_id, num_prompt_tokens=len(PROMPT), block_hashes=CHAIN)
 
 
 def leave(bench: Bench, request_id: str) -> None:
@@ -85,7 +85,7 @@ def test_prompts_that_come_together_are_read_by_one_worker() -> None:
 def test_the_hint_follows_the_events_and_the_worker_that_is_lost() -> None:
     bench = bench_of(P0, P1, D0)
     tell(bench, P1, 1, 10)
-    tell(bench, P1, 2, 0, evicted=CHAIN[:10])
+    tell(bench, P1, 2, 0, evicted=(CHAIN[: 10 * BLOCK_HASH_BYTES],))
     submit(bench)
     assert reader(bench) == P0
     leave(bench, "r")
@@ -108,7 +108,7 @@ def test_a_request_that_waits_is_placed_by_what_is_known_then() -> None:
 def test_hashes_beyond_the_prompt_or_of_its_last_token_are_left_out() -> None:
     bench = bench_of(P0, P1, D0)
     tell(bench, P1, 1, 20)
-    bench.submit("r", num_prompt_tokens=64, block_hashes=CHAIN)  # type: ignore[arg-type]
+    bench.submit("r", num_prompt_tokens=64, block_hashes=CHAIN)
     assert "p1#1 reads 16 of 64 tokens after 0" in bench.state.requests(bench.now_ns)[0].why
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from cluster.core.ids import AttemptId, FrontId, Outcome
 from cluster.core.messages import (
+    GRANTED_BLOCK_BYTES,
     AttemptFailed,
     CancelLeg,
     CancelRequest,
@@ -61,7 +62,7 @@ def test_disaggregated_from_submit_to_done() -> None:
     prefill = only(bench.commands(P0))
     assert isinstance(prefill, Prefill)
     assert (prefill.attempt, prefill.lease_id, prefill.ttl_ms) == (R1, reserve.lease_id, 9_000)
-    assert prefill.destination.worker == D0 and len(prefill.blocks) == 2
+    assert prefill.destination.worker == D0 and len(prefill.blocks) == 2 * GRANTED_BLOCK_BYTES
     placed = only(bench.said())
     assert isinstance(placed, Placed) and placed.attempt == R1 and placed.epoch == 3
     assert placed.prefill is not None and placed.prefill.worker == P0 and placed.decode.worker == D0

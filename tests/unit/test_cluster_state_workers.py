@@ -9,6 +9,7 @@ import pytest
 from cluster.core.ids import AttemptId, LegStage, Outcome, Role, WorkerId
 from cluster.core.limits import MAX_HEARTBEAT_MS
 from cluster.core.messages import (
+    BLOCK_HASH_BYTES,
     AttemptFailed,
     BlockEvents,
     BlockRun,
@@ -559,9 +560,12 @@ def test_higher_priority_is_placed_first() -> None:
 # ---- block events ---------------------------------------------------------------------------------------------
 
 
+CHAIN = b"".join(bytes([i]) * BLOCK_HASH_BYTES for i in range(1, 9))
+
+
 def _block_events(number: int, num_stored: int = 0, num_evicted: int = 0, *, is_snapshot: bool = False) -> BlockEvents:
-    run = BlockRun(parent=bytes(16), hashes=tuple(bytes([i]) for i in range(num_stored)))
-    evicted = tuple(bytes([i]) for i in range(num_evicted))
+    run = BlockRun(parent=bytes(16), hashes=CHAIN[: num_stored * BLOCK_HASH_BYTES])
+    evicted = (CHAIN[: num_evicted * BLOCK_HASH_BYTES],)
     return BlockEvents(
         sequence_number=number, is_snapshot=is_snapshot, stored=(run,) if num_stored else (), evicted=evicted
     )

@@ -9,10 +9,10 @@ from engine.core.block_pool import (
     BlockPool,
     BlockState,
     IndexChanges,
+    NamedBlock,
     OutOfBlocksError,
     PrefixCounters,
     StaleGenerationError,
-    StoredBlock,
 )
 
 
@@ -152,7 +152,7 @@ def test_eviction_takes_the_least_recently_used_chain_from_its_end() -> None:
     for _ in range(6):
         pool.allocate(1)
         pool.check_invariants()
-        evicted += pool.take_changes(100).evicted
+        evicted += [block.block_hash for block in pool.take_changes(100).evicted]
     assert evicted == [name(text) for text in ("abc", "ab", "xyz", "xy", "x", "a")]
 
 
@@ -243,23 +243,23 @@ def test_a_cached_leaf_that_gets_a_child_is_no_leaf_any_more() -> None:
     assert [pool.allocate(1)[0] for _ in range(3)] == [child, parent, other]
 
 
-def stored(*names: str) -> tuple[StoredBlock, ...]:
+def blocks_of(*names: str) -> tuple[NamedBlock, ...]:
     """Of a chain: each name has one letter more than its parent's."""
     parents = [name(text[:-1]) if text[:-1] else ROOT_HASH for text in names]
     return tuple(
-        StoredBlock(block_hash=name(text), parent_hash=parent) for text, parent in zip(names, parents, strict=True)
+        NamedBlock(block_hash=name(text), parent_hash=parent) for text, parent in zip(names, parents, strict=True)
     )
 
 
 def test_changes_are_net() -> None:
     pool = BlockPool(2)
     store_chain(pool, "a", "ab")
-    assert pool.take_changes(100) == IndexChanges(stored=stored("a", "ab"))
+    assert pool.take_changes(100) == IndexChanges(stored=blocks_of("a", "ab"))
     assert pool.take_changes(100) == IndexChanges()
     pool.release(pool.allocate(2))
     store_chain(pool, "x")
     pool.allocate(2)
-    assert pool.take_changes(100) == IndexChanges(evicted=(name("ab"), name("a")))
+    assert pool.take_changes(100) == IndexChanges(evicted=blocks_of("ab", "a"))
     again = BlockPool(2)
     store_chain(again, "a")
     again.take_changes(100)
@@ -275,9 +275,9 @@ def test_changes_are_taken_in_parts_evictions_first() -> None:
     pool.release(pool.allocate(3))
     store_chain(pool, "x", "xy", "xyz")
     assert pool.num_pending_changes == 5
-    assert pool.take_changes(1) == IndexChanges(evicted=(name("ab"),))
-    assert pool.take_changes(2) == IndexChanges(evicted=(name("a"),), stored=stored("x"))
-    assert pool.take_changes(2) == IndexChanges(stored=stored("xy", "xyz"))
+    assert pool.take_changes(1) == IndexChanges(evicted=blocks_of("ab"))
+    assert pool.take_changes(2) == IndexChanges(evicted=blocks_of("a"), stored=blocks_of("x"))
+    assert pool.take_changes(2) == IndexChanges(stored=blocks_of("xy", "xyz"))
     assert pool.num_pending_changes == 0
 
 
@@ -289,10 +289,10 @@ def test_everything_can_be_told_again() -> None:
     pool.allocate(2)  # one is free, "ab" is evicted
     pool.tell_all_again()
     assert pool.num_indexed == 2
-    assert pool.take_changes(100) == IndexChanges(stored=stored("a", "x"))
+    assert pool.take_changes(100) == IndexChanges(stored=blocks_of("a", "x"))
     pool.tell_all_again()
     pool.allocate(1)
-    assert pool.take_changes(100) == IndexChanges(stored=stored("x"))
+    assert pool.take_changes(100) == IndexChanges(stored=blocks_of("x"))
 
 
 def test_what_came_and_what_was_asked_for_is_counted() -> None:

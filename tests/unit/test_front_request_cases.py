@@ -37,7 +37,7 @@ def test_submit_carries_lengths_hashes_and_the_time_that_is_left() -> None:
             request_id="r",
             num_prompt_tokens=40,
             max_tokens=8,
-            block_hashes=(b"h" * 16,),
+            block_hashes=b"h" * 16,
             priority=3,
             tenant="t",
             cache_salt="s",
@@ -141,13 +141,13 @@ def test_what_is_asked_for_again_is_named_by_the_hashes_of_prompt_and_delivered_
         spec = RequestSpec(
             request_id="r",
             body=RequestBody(prompt_ids=prompt_ids, sampling=SamplingParams()),
-            block_hashes=tuple(hash_blocks(prompt_ids, 4, extra)),
+            block_hashes=b"".join(hash_blocks(prompt_ids, 4, extra)),
             block_size=4,
             extra_key=extra,
         )
         for num_delivered in range(10):
             body = replace(spec.body, delivered_ids=tuple(range(100, 100 + num_delivered)))
-            assert list(hashes_of(spec, body)) == hash_blocks(prompt_ids + body.delivered_ids, 4, extra)
+            assert hashes_of(spec, body) == b"".join(hash_blocks(prompt_ids + body.delivered_ids, 4, extra))
 
 
 def test_an_attempt_may_fail_before_it_was_placed_here() -> None:

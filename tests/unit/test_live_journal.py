@@ -16,7 +16,7 @@ from cluster.core.messages import FrontHello, Submit
 from cluster.core.state import ClusterState
 from cluster.live.journal import Journal, JournalSettings, journal_files
 from cluster.live.replay import find_files, replay_file
-from cluster.wire.journal import JournalError, decode_header
+from cluster.wire.journal import LENGTH_BYTES, JournalError, decode_header, read_records, write_record
 
 FRONT = FrontId("f", 1)
 
@@ -43,6 +43,11 @@ class Coordinator:
         self.handle(FromFront(front=FRONT, message=message))
 
 
+def records_of(path: Path) -> list[bytes]:
+    with path.open("rb") as file:
+        return [record.content for record in read_records(file)]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "journals" / "c"
@@ -66,8 +71,8 @@ def test_files_are_ended_at_their_size_and_each_replays_alone(folder: Path) -> N
     assert all(report.difference is None and not report.is_cut for report in reports)
     assert sum(report.num_events for report in reports) == 61
     assert [report.header.number for report in reports] == list(range(len(files)))
-    entries = [file.read_bytes().split(b"\n", 1)[1] for file in files]
-    assert all(2_000 <= len(lines) < 4_000 for lines in entries[:-1])
+    sizes = [sum(LENGTH_BYTES + len(record) for record in records_of(file)[1:]) for file in files]
+    assert all(2_000 <= size_bytes < 4_000 for size_bytes in sizes[:-1])
 
 
 def test_the_oldest_files_are_removed_those_of_an_earlier_life_first(folder: Path) -> None:
@@ -78,7 +83,7 @@ def test_the_oldest_files_are_removed_those_of_an_earlier_life_first(folder: Pat
         second.submit(f"r{number}")
     second.journal.close()
     files = journal_files(folder)
-    headers = [decode_header(file.read_bytes().split(b"\n")[0]) for file in files]
+    headers = [decode_header(records_of(file)[0]) for file in files]
     assert len(files) == 3
     assert [header.epoch for header in headers] == [8, 8, 8]
     assert [header.number for header in headers] == sorted(header.number for header in headers)
@@ -90,7 +95,7 @@ def test_only_its_user_can_read_it(folder: Path) -> None:
     assert folder.stat().st_mode & 0o077 == 0
 
 
-def test_a_killed_process_leaves_a_line_that_is_cut(folder: Path) -> None:
+def test_a_killed_process_leaves_a_record_that_is_cut(folder: Path) -> None:
     coordinator = Coordinator(folder)
     coordinator.submit("a")
     coordinator.submit("b")
@@ -100,8 +105,8 @@ def test_a_killed_process_leaves_a_line_that_is_cut(folder: Path) -> None:
     file.write_bytes(content[:-7])
     report = replay_file(file)
     assert report.is_cut and report.difference is None and report.num_events == 2
-    file.write_bytes(content[: content.index(b"\n") // 2])
-    with pytest.raises(JournalError, match="not the first line"):
+    file.write_bytes(content[:50])
+    with pytest.raises(JournalError, match="not the first record"):
         replay_file(file)
 
 
@@ -114,13 +119,15 @@ def test_what_was_handed_over_is_on_disk(folder: Path) -> None:
     coordinator.journal.close()
 
 
-def test_a_line_that_is_none_is_named(folder: Path) -> None:
+def test_a_record_that_is_none_is_named(folder: Path) -> None:
     coordinator = Coordinator(folder)
     coordinator.submit("a")
     coordinator.journal.close()
     (file,) = find_files(folder)
-    lines = file.read_bytes().split(b"\n")
-    file.write_bytes(b"\n".join([lines[0], lines[1], b"rubbish", lines[2], b""]))
+    records = records_of(file)
+    with file.open("wb") as rewritten:
+        for record in (*records[:2], b"rubbish", records[2]):
+            write_record(rewritten, record)
     with pytest.raises(JournalError, match=r"journal:3: not an entry"):
         replay_file(file)
 

@@ -8,6 +8,7 @@ queue was not served, so its turn is given back.
 from __future__ import annotations
 
 from cluster.core.ids import Outcome
+from cluster.core.messages import BLOCK_HASH_BYTES
 from cluster.core.parts import Parts
 from cluster.core.requests import Phase, Request
 from cluster.core.tenants import Tenant
@@ -18,6 +19,11 @@ def max_model_tokens(parts: Parts) -> int | None:
     """The longest prompt and answer together; None while unknown."""
     lengths = (parts.workers.max_model_tokens, parts.config.model.max_model_tokens)
     return min((length for length in lengths if length is not None), default=None)
+
+
+def cut_chain(parts: Parts, block_hashes: bytes, num_read_tokens: int) -> bytes:
+    """Of the packed hashes those of blocks that can be found in a cache: the last token read is always computed."""
+    return block_hashes[: (num_read_tokens - 1) // parts.config.kv.block_size * BLOCK_HASH_BYTES]
 
 
 def expected_output(parts: Parts, tenant: Tenant, num_read_tokens: int, num_tokens_left: int) -> int:

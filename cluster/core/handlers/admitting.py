@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from cluster.core.handlers.accounting import expected_output, max_model_tokens, open_account
+from cluster.core.handlers.accounting import cut_chain, expected_output, max_model_tokens, open_account
 from cluster.core.handlers.ending import enqueue, refuse_waiting
 from cluster.core.ids import FrontId, RefusalCause, Role
 from cluster.core.lane import Waiting
 from cluster.core.limits import MAX_LIVE_REQUESTS, NS_PER_MS
 from cluster.core.messages import Refused, Submit
 from cluster.core.parts import Parts
-from cluster.core.prefix_map import pack_chain
 from cluster.core.requests import Request, StartBy
 from cluster.core.tenants import Tenant
 from cluster.policy.admission import Admit, Arrival, Refuse, Situation, StartLimit, admit, retry_after_ms
@@ -43,7 +42,7 @@ def on_new_request(parts: Parts, now_ns: int, front: FrontId, message: Submit) -
         front=front,
         message=message,
         tenant=tenant,
-        chain=pack_chain(message.block_hashes, (message.num_prompt_tokens - 1) // parts.config.kv.block_size),
+        chain=cut_chain(parts, message.block_hashes, message.num_prompt_tokens),
         num_expected_tokens=expected_output(parts, tenant, message.num_prompt_tokens, message.max_tokens),
     )
     displaced = _displaced(parts, new)

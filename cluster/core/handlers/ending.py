@@ -64,8 +64,9 @@ def release_leg(parts: Parts, attempt: Attempt, leg: Leg) -> None:
     worker = parts.workers.get(leg.worker)
     assert worker is not None, "a worker's loss releases its legs"
     worker.release(leg)
-    parts.prefixes.expect_no_more(leg.worker, leg.expected)
-    leg.expected = ()
+    if leg.expectation is not None:
+        parts.prefixes.expect_no_more(leg.worker, leg.expectation)
+        leg.expectation = None
     parts.leases.close(attempt.lease_id, Side.HELD if leg.half is Role.PREFILL else Side.RESERVED)
     if leg.half is Role.PREFILL:
         _tell_if_sender_stopped(parts, attempt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.core.handlers.accounting import settle
+from cluster.core.handlers.accounting import cut_chain, settle
 from cluster.core.handlers.admitting import on_new_request
 from cluster.core.handlers.ending import current_attempt, enqueue, fail_attempt, fail_request, forget_request
 from cluster.core.handlers.rebuilding import on_announced, on_earlier_life, refuse_duplicate
@@ -18,7 +18,6 @@ from cluster.core.messages import (
     Submit,
 )
 from cluster.core.parts import Parts
-from cluster.core.prefix_map import pack_chain
 from cluster.core.requests import Failure, Phase, Request
 
 
@@ -84,8 +83,7 @@ def on_resubmit(parts: Parts, now_ns: int, front: FrontId, message: Resubmit) ->
     request.num_choices = max(1, message.num_choices)
     request.num_unshared = message.num_unshared
     if message.block_hashes:
-        num_matchable = (request.num_read_tokens - 1) // parts.config.kv.block_size
-        request.chain = pack_chain(message.block_hashes, num_matchable)
+        request.chain = cut_chain(parts, message.block_hashes, request.num_read_tokens)
     request.start_by = None
     request.queued_ns = now_ns
     request.enter(Phase.QUEUED, now_ns + parts.queue_timeout_ns)

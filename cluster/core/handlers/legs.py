@@ -22,6 +22,7 @@ from cluster.core.ids import AttemptId, Blame, Outcome, Role, Route, WorkerId
 from cluster.core.leases import Lease, Side
 from cluster.core.limits import FINISHED_TIMEOUT_NS, NS_PER_MS
 from cluster.core.messages import (
+    GRANTED_BLOCK_BYTES,
     Committed,
     Finished,
     LegFailed,
@@ -51,7 +52,7 @@ def on_reserve_granted(parts: Parts, now_ns: int, sender: WorkerId, message: Res
     prefill_worker = parts.workers.get(prefill.worker)
     decode_worker = parts.workers.get(sender)
     assert prefill_worker is not None and decode_worker is not None, "a worker's loss withdraws the attempt"
-    _open_held(parts, now_ns, attempt, prefill, num_blocks=len(message.blocks))
+    _open_held(parts, now_ns, attempt, prefill, num_blocks=len(message.blocks) // GRANTED_BLOCK_BYTES)
     prefill.state = LegState.ACTIVE
     request.enter(Phase.PREFILLING)
     watch_deadline(parts, request)

@@ -226,7 +226,7 @@ def _leg(
 def _open(parts: Parts, now_ns: int, request: Request, attempt: Attempt) -> None:
     on_placed(parts, now_ns, request, attempt)
     reader = attempt.prefill or attempt.decode
-    reader.expected = parts.prefixes.expect(reader.worker, request.chain)
+    reader.expectation = parts.prefixes.expect(reader.worker, request.chain)
     parts.attempts.add(attempt)
     for leg in attempt.legs:
         _registered(parts, leg.worker).take(leg)

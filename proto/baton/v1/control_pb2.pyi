@@ -265,31 +265,6 @@ class WorkerRef(_message.Message):
 Global___WorkerRef: _TypeAlias = WorkerRef  # noqa: Y015
 
 @_typing.final
-class Block(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    INDEX_FIELD_NUMBER: _builtins.int
-    BLOCK_ID_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
-    block_id: _builtins.int
-    generation: _builtins.int
-    def __init__(
-        self,
-        *,
-        index: _builtins.int = ...,
-        block_id: _builtins.int = ...,
-        generation: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "generation", b"generation", "index", b"index"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Block: _TypeAlias = Block  # noqa: Y015
-
-@_typing.final
 class LegTimeline(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -436,6 +411,8 @@ class FrontEnvelope(_message.Message):
     STREAM_LOST_FIELD_NUMBER: _builtins.int
     REQUEST_DONE_FIELD_NUMBER: _builtins.int
     BODY_FIELD_NUMBER: _builtins.int
+    body: _builtins.bytes
+    """With Submit and Resubmit: a RequestBody, as bytes because the coordinator hands it on as it is."""
     @_builtins.property
     def front_hello(self) -> Global___FrontHello: ...
     @_builtins.property
@@ -448,10 +425,6 @@ class FrontEnvelope(_message.Message):
     def stream_lost(self) -> Global___StreamLost: ...
     @_builtins.property
     def request_done(self) -> Global___RequestDone: ...
-    @_builtins.property
-    def body(self) -> Global___RequestBody:
-        """With Submit and Resubmit."""
-
     def __init__(
         self,
         *,
@@ -461,14 +434,19 @@ class FrontEnvelope(_message.Message):
         resubmit: Global___Resubmit | None = ...,
         stream_lost: Global___StreamLost | None = ...,
         request_done: Global___RequestDone | None = ...,
-        body: Global___RequestBody | None = ...,
+        body: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_request", b"cancel_request", "front_hello", b"front_hello", "message", b"message", "request_done", b"request_done", "resubmit", b"resubmit", "stream_lost", b"stream_lost", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_body", b"_body", "body", b"body", "cancel_request", b"cancel_request", "front_hello", b"front_hello", "message", b"message", "request_done", b"request_done", "resubmit", b"resubmit", "stream_lost", b"stream_lost", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_request", b"cancel_request", "front_hello", b"front_hello", "message", b"message", "request_done", b"request_done", "resubmit", b"resubmit", "stream_lost", b"stream_lost", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_body", b"_body", "body", b"body", "cancel_request", b"cancel_request", "front_hello", b"front_hello", "message", b"message", "request_done", b"request_done", "resubmit", b"resubmit", "stream_lost", b"stream_lost", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__body: _TypeAlias = _typing.Literal["body"]  # noqa: Y015
+    _WhichOneofArgType__body: _TypeAlias = _typing.Literal["_body", b"_body"]  # noqa: Y015
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["front_hello", "submit", "cancel_request", "resubmit", "stream_lost", "request_done"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__body) -> _WhichOneofReturnType__body | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___FrontEnvelope: _TypeAlias = FrontEnvelope  # noqa: Y015
@@ -564,7 +542,6 @@ class Submit(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
-    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
@@ -573,6 +550,7 @@ class Submit(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     MAX_LATENCY_MS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FLOOR_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_prompt_tokens: _builtins.int
     max_tokens: _builtins.int
@@ -584,15 +562,14 @@ class Submit(_message.Message):
     deadline_ms: _builtins.int
     max_latency_ms: _builtins.int
     attempt_floor: _builtins.int
-    @_builtins.property
-    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    block_hashes: _builtins.bytes
+    """Of the prompt's full blocks, 16 bytes each, one after the other."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         num_prompt_tokens: _builtins.int = ...,
         max_tokens: _builtins.int = ...,
-        block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         num_choices: _builtins.int = ...,
         priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
@@ -601,6 +578,7 @@ class Submit(_message.Message):
         deadline_ms: _builtins.int | None = ...,
         max_latency_ms: _builtins.int | None = ...,
         attempt_floor: _builtins.int = ...,
+        block_hashes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_latency_ms", b"_max_latency_ms", "deadline_ms", b"deadline_ms", "max_latency_ms", b"max_latency_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -659,10 +637,8 @@ class Resubmit(_message.Message):
     num_choices: _builtins.int
     num_unshared: _builtins.int
     attempt_floor: _builtins.int
-    @_builtins.property
-    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Of the full blocks of the prompt and of what was delivered of the answer of which least was, in order."""
-
+    block_hashes: _builtins.bytes
+    """Of the full blocks of the prompt and of what was delivered of the answer of which least was, in order."""
     def __init__(
         self,
         *,
@@ -672,7 +648,7 @@ class Resubmit(_message.Message):
         num_choices: _builtins.int = ...,
         num_unshared: _builtins.int = ...,
         attempt_floor: _builtins.int = ...,
-        block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        block_hashes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1289,23 +1265,23 @@ class ReserveGranted(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
-    BLOCKS_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     num_cached_blocks: _builtins.int
     ttl_ms: _builtins.int
+    blocks: _builtins.bytes
+    """16 bytes each, little-endian: index in the sequence (4), block id (4), generation (8)."""
     @_builtins.property
     def attempt(self) -> Global___AttemptId: ...
-    @_builtins.property
-    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Block]: ...
     def __init__(
         self,
         *,
         attempt: Global___AttemptId | None = ...,
         lease_id: _builtins.int = ...,
         num_cached_blocks: _builtins.int = ...,
-        blocks: _abc.Iterable[Global___Block] | None = ...,
         ttl_ms: _builtins.int = ...,
+        blocks: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1570,13 +1546,13 @@ class BlockRun(_message.Message):
     PARENT_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     parent: _builtins.bytes
-    @_builtins.property
-    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    hashes: _builtins.bytes
+    """16 bytes each, one after the other."""
     def __init__(
         self,
         *,
         parent: _builtins.bytes = ...,
-        hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        hashes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1599,7 +1575,9 @@ class BlockEvents(_message.Message):
     @_builtins.property
     def stored(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockRun]: ...
     @_builtins.property
-    def evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Each of blocks that followed each other, as in BlockRun."""
+
     def __init__(
         self,
         *,
@@ -1637,6 +1615,8 @@ class Command(_message.Message):
     LEAVE_FIELD_NUMBER: _builtins.int
     BODY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
+    body: _builtins.bytes
+    """With Reserve, Prefill and RunLocal: a RequestBody, as bytes."""
     @_builtins.property
     def worker(self) -> Global___ProcessId:
         """The life the command is meant for; another refuses it."""
@@ -1663,10 +1643,6 @@ class Command(_message.Message):
     def start_drain(self) -> Global___StartDrain: ...
     @_builtins.property
     def leave(self) -> Global___Leave: ...
-    @_builtins.property
-    def body(self) -> Global___RequestBody:
-        """With Reserve, Prefill and RunLocal."""
-
     def __init__(
         self,
         *,
@@ -1683,14 +1659,19 @@ class Command(_message.Message):
         send_block_snapshot: Global___SendBlockSnapshot | None = ...,
         start_drain: Global___StartDrain | None = ...,
         leave: Global___Leave | None = ...,
-        body: Global___RequestBody | None = ...,
+        body: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_leg", b"cancel_leg", "command", b"command", "leave", b"leave", "peer_lost", b"peer_lost", "prefill", b"prefill", "reserve", b"reserve", "run_local", b"run_local", "send_block_snapshot", b"send_block_snapshot", "sender_stopped", b"sender_stopped", "start_drain", b"start_drain", "worker", b"worker", "worker_refused", b"worker_refused", "worker_welcome", b"worker_welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_body", b"_body", "body", b"body", "cancel_leg", b"cancel_leg", "command", b"command", "leave", b"leave", "peer_lost", b"peer_lost", "prefill", b"prefill", "reserve", b"reserve", "run_local", b"run_local", "send_block_snapshot", b"send_block_snapshot", "sender_stopped", b"sender_stopped", "start_drain", b"start_drain", "worker", b"worker", "worker_refused", b"worker_refused", "worker_welcome", b"worker_welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_leg", b"cancel_leg", "command", b"command", "epoch", b"epoch", "leave", b"leave", "peer_lost", b"peer_lost", "prefill", b"prefill", "reserve", b"reserve", "run_local", b"run_local", "send_block_snapshot", b"send_block_snapshot", "sender_stopped", b"sender_stopped", "start_drain", b"start_drain", "worker", b"worker", "worker_refused", b"worker_refused", "worker_welcome", b"worker_welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_body", b"_body", "body", b"body", "cancel_leg", b"cancel_leg", "command", b"command", "epoch", b"epoch", "leave", b"leave", "peer_lost", b"peer_lost", "prefill", b"prefill", "reserve", b"reserve", "run_local", b"run_local", "send_block_snapshot", b"send_block_snapshot", "sender_stopped", b"sender_stopped", "start_drain", b"start_drain", "worker", b"worker", "worker_refused", b"worker_refused", "worker_welcome", b"worker_welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__body: _TypeAlias = _typing.Literal["body"]  # noqa: Y015
+    _WhichOneofArgType__body: _TypeAlias = _typing.Literal["_body", b"_body"]  # noqa: Y015
     _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["worker_welcome", "worker_refused", "reserve", "prefill", "run_local", "cancel_leg", "sender_stopped", "peer_lost", "send_block_snapshot", "start_drain", "leave"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__body) -> _WhichOneofReturnType__body | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___Command: _TypeAlias = Command  # noqa: Y015
@@ -1777,27 +1758,27 @@ class Prefill(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     DESTINATION_FIELD_NUMBER: _builtins.int
-    BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     num_cached_blocks: _builtins.int
     ttl_ms: _builtins.int
+    blocks: _builtins.bytes
+    """As in ReserveGranted."""
     @_builtins.property
     def attempt(self) -> Global___AttemptId: ...
     @_builtins.property
     def destination(self) -> Global___WorkerRef: ...
-    @_builtins.property
-    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Block]: ...
     def __init__(
         self,
         *,
         attempt: Global___AttemptId | None = ...,
         lease_id: _builtins.int = ...,
         destination: Global___WorkerRef | None = ...,
-        blocks: _abc.Iterable[Global___Block] | None = ...,
         num_cached_blocks: _builtins.int = ...,
         ttl_ms: _builtins.int = ...,
+        blocks: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "destination", b"destination"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

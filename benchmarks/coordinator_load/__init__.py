@@ -1,0 +1,1 @@
+"""What benchmarks/coordinator.py is made of besides the script."""
