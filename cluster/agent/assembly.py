@@ -16,6 +16,7 @@ from cluster.core.messages import RankEndpoint, RunLocal, WorkerHello, WorkerLoa
 from engine.attention.base import LayerWritten
 from engine.core.scheduler import SchedulerConfig
 from engine.core.step import StepPlan, StepResult
+from engine.core.tiers import BlockCopy
 from engine.model.config import ModelShape, model_fingerprint
 from engine.model.select import read_model
 from engine.runner import Runner
@@ -65,6 +66,11 @@ class Engine:
         assert self._runner is not None, "the engine is closed"
         return self._runner.run(plan, on_layer_written)
 
+    def copy_blocks(self, copies: tuple[BlockCopy, ...]) -> None:
+        """Between the pool and the host tier, of blocks and slots that no running step uses; on any thread."""
+        assert self._runner is not None, "the engine is closed"
+        self._runner.copy_blocks(copies)
+
     def checksums(self, block_ids: tuple[int, ...], layers: range) -> list[int]:
         """Of these layers of blocks as they are in the pool; on any thread."""
         assert self._memory is not None, "the engine is closed"
@@ -105,6 +111,7 @@ def load_engine(settings: WorkerSettings, profile: RoleProfile) -> Engine:
             settings.threads,
             buffer=pool.buffer if takes_pushes else None,
             device=settings.device,
+            num_host_blocks=settings.num_host_blocks,
         )
         runner.warm_up(settings.max_step_tokens, settings.max_running)
     except BaseException:
@@ -163,6 +170,7 @@ def state_config(
         hello=hello,
         scheduler=engine.scheduler,
         num_blocks=settings.num_blocks,
+        num_host_blocks=settings.num_host_blocks,
         num_layers=engine.layout.num_layers,
         model_fingerprint=engine.fingerprint,
         accepts=accepts,

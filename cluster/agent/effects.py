@@ -12,12 +12,14 @@ from cluster.core.ids import FrontId
 from cluster.core.messages import RankEndpoint, WorkerMessage
 from cluster.core.token_messages import TokenRun
 from engine.core.step import StepPlan
+from engine.core.tiers import BlockCopy
 from kv_transfer.protocol.messages import CancelWrite, FencePeer, SendMessage, VerifyBlocks, WriteBlocks
 from kv_transfer.transport.base import PeerId
 
 __all__ = [
     "CancelWrite",
     "ConnectPeer",
+    "CopyBlocks",
     "Effect",
     "FencePeer",
     "RefuseFront",
@@ -36,6 +38,14 @@ class ToCoordinator:
     """Send on the control stream; dropped if that has just ended (the next hello carries an inventory)."""
 
     message: WorkerMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyBlocks:
+    """Copy between the pool and the host tier, in this order, before the effects that follow. A step may be running: it
+    uses neither these blocks nor these slots."""
+
+    copies: tuple[BlockCopy, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +92,7 @@ class Shutdown:
 
 Effect = (
     ToCoordinator
+    | CopyBlocks
     | RunStep
     | SendRuns
     | RefuseFront

@@ -15,6 +15,7 @@ from cluster.agent.legs import Leg, LegKind, LegTable, Phase, push_key_of
 from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.outbox import Outbox
 from cluster.agent.peer_links import PeerLinks
+from cluster.agent.prefix_pins import pin_prefix
 from cluster.agent.pushes import Pushes, PushRefusedError
 from cluster.agent.stepper import Stepper
 from cluster.agent.translation import (
@@ -99,8 +100,11 @@ class LegControl:
         if refusal is not None:
             self._refuse(command.attempt, refusal)
             return
-        cached = self._pool.match(matchable_hashes(body, self._block_size, self._fingerprint))
-        self._pool.acquire(cached)
+        # Each sibling has a block for what it does not share.
+        num_blocks = num_blocks_for(command.num_tokens, self._block_size) + len(body.siblings)
+        hashes = matchable_hashes(body, self._block_size, self._fingerprint)
+        pinned = pin_prefix(self._pool, hashes, num_blocks)
+        cached = pinned.block_ids
         grant = Grant(
             key=push_key_of(command.attempt),
             lease_id=command.lease_id,
@@ -109,10 +113,8 @@ class LegControl:
             blocks=(),
             ttl_ns=command.ttl_ms * NS_PER_MS,
         )
-        # Each sibling has a block for what it does not share.
-        num_blocks = num_blocks_for(command.num_tokens, self._block_size) + len(body.siblings) - len(cached)
         try:
-            blocks = self._pushes.reserve(now_ns, grant, num_cached=len(cached), num_blocks=num_blocks)
+            blocks = self._pushes.reserve(now_ns, grant, num_cached=len(cached), num_blocks=num_blocks - len(cached))
         except (OutOfBlocksError, PushRefusedError) as error:
             self._pool.release(cached)
             if self._pushes.is_fenced(grant.sender):
@@ -124,7 +126,8 @@ class LegControl:
         leg.peer = grant.sender
         leg.pinned_blocks = cached
         leg.num_cached_tokens = len(cached) * self._block_size
-        self._pool.count_lookup(body.num_input_tokens, leg.num_cached_tokens)
+        num_loaded_tokens = pinned.num_loaded * self._block_size
+        self._pool.count_lookup(body.num_input_tokens, leg.num_cached_tokens, num_loaded_tokens)
         self._messages.append(
             ReserveGranted(
                 attempt=command.attempt,

@@ -67,7 +67,8 @@ class WorkerStateConfig:
 
     Attributes:
         hello: what the worker says of itself when it registers; load and inventory are filled in each time.
-        num_blocks: size of the KV pool. num_layers: of a block. model_fingerprint: part of every block hash.
+        num_blocks: size of the KV pool. num_host_blocks: of the tier in host memory below it.
+        num_layers: of a block. model_fingerprint: part of every block hash.
         accepts: the kinds of work that the worker's role takes; any other is refused.
         max_reserved_blocks: watermark on reserved plus quarantined blocks, None for the pool's default.
         checksums: which pushed blocks are summed and verified.
@@ -79,6 +80,7 @@ class WorkerStateConfig:
     num_layers: int
     model_fingerprint: str
     accepts: tuple[type[Work], ...] = (Reserve, Prefill, RunLocal)
+    num_host_blocks: int = 0
     max_reserved_blocks: int | None = None
     checksums: Checksums = Checksums.FULL
     push_limits: PushLimits = field(default_factory=PushLimits)

@@ -210,6 +210,9 @@ class _Worker:
         match effect:
             case fx.RunStep():
                 self._run_step(effect)
+            case fx.CopyBlocks(copies=copies):
+                # On the loop's thread: what follows must not be told, nor any step planned, before the bytes are there.
+                self._engine.copy_blocks(copies)
             case fx.SendRuns(front=front, runs=runs):
                 self.tokens.send(front, runs)
             case fx.RefuseFront(front=front):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from cluster.agent import events as ev
 from cluster.agent.block_reports import BlockReporter
-from cluster.agent.effects import Effect, RefuseFront, RunStep, Shutdown, ToCoordinator
+from cluster.agent.effects import CopyBlocks, Effect, RefuseFront, RunStep, Shutdown, ToCoordinator
 from cluster.agent.inventory import inventory_of
 from cluster.agent.leg_control import LegControl
 from cluster.agent.legs import LegTable, push_key_of
@@ -56,7 +56,11 @@ class WorkerState:
         """Raises ValueError if the pool cannot hold one sequence of the model's full length."""
         self._config = config
         limits = config.limits
-        self._pool = BlockPool(config.num_blocks, max_reserved_blocks=config.max_reserved_blocks)
+        self._pool = BlockPool(
+            config.num_blocks,
+            max_reserved_blocks=config.max_reserved_blocks,
+            num_host_blocks=config.num_host_blocks,
+        )
         self._stepper = Stepper(Scheduler(config.scheduler, self._pool))
         self._pushes = Pushes(
             self._pool,
@@ -183,6 +187,9 @@ class WorkerState:
 
     def _collect(self, now_ns: int) -> list[Effect]:
         effects: list[Effect] = []
+        copies = self._pool.take_copies()
+        if copies:
+            effects.append(CopyBlocks(copies=copies))
         plan = self._stepper.next_plan()
         if plan is not None:
             layer_marks = self._control.step_started(now_ns, plan)

@@ -63,7 +63,14 @@ def generate(seed: int) -> Scenario:
     )
     requests = _requests(draw, shape)
     faults = _faults(draw, shape, requests)
-    return dataclasses.replace(shape, requests=requests, faults=faults, num_layers=draw.choice((1, 3, 3, 8)))
+    num_layers = draw.choice((1, 3, 3, 8))
+    return dataclasses.replace(
+        shape,
+        requests=requests,
+        faults=faults,
+        num_layers=num_layers,
+        num_host_blocks=draw.choice((0, 2, least_blocks, 4 * least_blocks)),
+    )
 
 
 # ---- load -----------------------------------------------------------------------------------------------------

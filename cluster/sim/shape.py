@@ -78,6 +78,7 @@ def worker_config(scenario: Scenario, worker: WorkerId, *, token_address: str) -
             eos_token_ids=frozenset((EOS_TOKEN_ID,)),
         ),
         num_blocks=scenario.num_blocks,
+        num_host_blocks=scenario.num_host_blocks,
         num_layers=scenario.num_layers,
         model_fingerprint=MODEL_FINGERPRINT,
         checksums=scenario.checksums,

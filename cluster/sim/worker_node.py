@@ -58,7 +58,9 @@ class WorkerNode:
         self.busy_ns = 0
         """What its steps have taken."""
         rubbish = random.getrandbits(60)
-        self.memory = KVMemory(config.num_blocks, config.hello.block_size, rubbish, config.num_layers)
+        self.memory = KVMemory(
+            config.num_blocks, config.hello.block_size, rubbish, config.num_layers, config.num_host_blocks
+        )
         self._network = network
         self._cost = cost
         self._num_variants = num_variants
@@ -186,6 +188,8 @@ class WorkerNode:
         match effect:
             case effects.RunStep():
                 self._run_step(effect)
+            case effects.CopyBlocks():
+                self.memory.copy(effect.copies)
             case effects.SendRuns():
                 self._send_runs(effect)
             case effects.ToCoordinator():

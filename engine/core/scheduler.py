@@ -181,11 +181,13 @@ class Scheduler:
             return None
         self._next_step_id += 1
         self._outstanding = _OutstandingStep(step_id=step_id, planned=builder.planned)
-        return StepPlan(step_id=step_id, sequences=[planned.step for planned in builder.planned])
+        copies = self._pool.start_step()
+        return StepPlan(step_id=step_id, sequences=[planned.step for planned in builder.planned], copies=copies)
 
     def apply(self, result: StepResult) -> StepOutcome:
         """Takes in what the runner computed for the outstanding plan. The order of `emitted` is the plan's."""
         planned_sequences = self._end_step(result.step_id)
+        self._pool.end_step()
         assert len(result.tokens) == len(planned_sequences), "the result does not fit the plan"
         outcome = StepOutcome(preempted=self._preempted)
         self._preempted = []
@@ -213,6 +215,7 @@ class Scheduler:
         """
         assert self._outstanding is not None, "no plan is outstanding"
         failed: list[SequenceKey] = []
+        self._pool.end_step(is_failed=True)
         for planned in self._end_step(self._outstanding.step_id):
             sequence = planned.sequence
             if sequence.phase is SequencePhase.GONE:

@@ -1,0 +1,147 @@
+"""The tier below the pool: blocks that were evicted from it, by content, in slots of a store in host memory.
+
+Only bookkeeping: which content lies in which slot, and which copies have to be made. A block evicted from the pool is
+spilled, a hit is loaded into a block of the pool that was allocated for it. What was loaded stays in the store as well,
+so that evicting it again costs no copy. The least recently evicted or loaded content makes room.
+
+Copies are made by whoever owns the bytes, in the order in which they were asked for. Some go with a step, which may
+make them at any time until it ends; the others are made before anything else is done. So that the two cannot get into
+each other's way, a slot that a step's copies use is not given away until the step is over, and what a step is to spill
+cannot be loaded before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """One block's bytes, from `block_id` of the pool to `slot` of the store, or the other way if `is_load`."""
+
+    block_id: int
+    slot: int
+    is_load: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    slot: int
+    parent_hash: bytes
+
+
+class HostTier:
+    """Content by block hash in slots 0 .. num_slots - 1; with no slots, nothing is ever kept.
+
+    Costs are O(1) a block, and O(slots in a step's hands) where one has to make room.
+    """
+
+    __slots__ = ("_copies", "_entries", "_free", "_pinned", "_spills", "_step_slots", "_step_spills", "num_slots")
+
+    def __init__(self, num_slots: int = 0) -> None:
+        """Raises ValueError if `num_slots` is negative."""
+        if num_slots < 0:
+            raise ValueError(f"num_slots must not be negative, got {num_slots}")
+        self.num_slots = num_slots
+        self._entries: dict[bytes, _Entry] = {}  # by hash, the least recently used first
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._copies: list[BlockCopy] = []
+        self._spills: dict[bytes, int] = {}  # hash -> slot, of the spills among `_copies`
+        self._pinned: dict[int, None] = {}  # slots that are about to be loaded from
+        self._step_slots: dict[int, None] = {}
+        self._step_spills: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._entries
+
+    def names(self) -> Iterable[tuple[bytes, bytes]]:
+        """(hash, parent's hash) of all that is kept."""
+        return ((block_hash, entry.parent_hash) for block_hash, entry in self._entries.items())
+
+    def num_loadable(self, hashes: Sequence[bytes]) -> int:
+        """How many of the first of these can be loaded now."""
+        for index, block_hash in enumerate(hashes):
+            if block_hash not in self._entries or block_hash in self._step_spills:
+                return index
+        return len(hashes)
+
+    def spill(self, block_id: int, block_hash: bytes, parent_hash: bytes) -> bytes | None:
+        """The pool has given that block away: its content is kept, if there is room or room can be made.
+
+        Returns the hash of what had to go for it. Afterwards `block_hash in self` says whether it is kept.
+        """
+        entry = self._entries.pop(block_hash, None)
+        if entry is not None:
+            self._entries[block_hash] = entry  # the newest now; its bytes are there
+            return None
+        dropped = None
+        if not self._free:
+            dropped = self._make_room()
+            if dropped is None:
+                return None
+        entry = _Entry(slot=self._free.pop(), parent_hash=parent_hash)
+        self._entries[block_hash] = entry
+        self._spills[block_hash] = entry.slot
+        self._copies.append(BlockCopy(block_id=block_id, slot=entry.slot, is_load=False))
+        return dropped
+
+    def pin(self, hashes: Sequence[bytes]) -> None:
+        """These, which can be loaded, will be: nothing makes room at their cost until `load`."""
+        for block_hash in hashes:
+            self._pinned[self._entries[block_hash].slot] = None
+
+    def load(self, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """The pinned content goes into these blocks of the pool, one each."""
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            slot = self._entries[block_hash].slot
+            self._copies.append(BlockCopy(block_id=block_id, slot=slot, is_load=True))
+            del self._pinned[slot]
+        for block_hash in reversed(hashes):  # a sequence's tail counts as used longer ago than its head
+            self._entries[block_hash] = self._entries.pop(block_hash)
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """What is to be copied before anything else is done, in this order."""
+        copies, self._copies, self._spills = tuple(self._copies), [], {}
+        return copies
+
+    def start_step(self) -> tuple[BlockCopy, ...]:
+        """As `take_copies`, but the copies may be made at any time until `end_step`, in this order."""
+        assert not self._step_slots, "the last step is not over"
+        self._step_spills = self._spills
+        copies = self.take_copies()
+        self._step_slots = {copy.slot: None for copy in copies}
+        return copies
+
+    def end_step(self, *, is_failed: bool) -> tuple[bytes, ...]:
+        """The step is over. If it failed, it may not have made its copies: what it was to spill is forgotten.
+
+        Returns the hashes of what is forgotten.
+        """
+        forgotten = tuple(self._step_spills) if is_failed else ()
+        for block_hash in forgotten:
+            self._free.append(self._entries.pop(block_hash).slot)
+        self._step_slots = {}
+        self._step_spills = {}
+        return forgotten
+
+    def _make_room(self) -> bytes | None:
+        """Frees the slot of the least recently used content that may go, and returns its hash; None if none may."""
+        for block_hash, entry in self._entries.items():
+            if entry.slot not in self._step_slots and entry.slot not in self._pinned:
+                del self._entries[block_hash]
+                self._spills.pop(block_hash, None)
+                self._free.append(entry.slot)
+                return block_hash
+        return None
+
+    def check_invariants(self) -> None:
+        slots = [entry.slot for entry in self._entries.values()]
+        assert sorted(slots + self._free) == list(range(self.num_slots)), "slots are lost or used twice"
+        assert not self._pinned, "content was pinned and not loaded"
+        for block_hash, slot in self._step_spills.items():
+            assert self._entries[block_hash].slot == slot and slot in self._step_slots, "a spill under way was given up"
+        assert not set(self._step_slots) & set(self._free), "a slot that a step uses is free"
