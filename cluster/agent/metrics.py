@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from cluster.agent.settings import WorkerSettings
 from cluster.agent.state import WorkerState
+from engine.core.prefix_counters import PrefixCounters
 
 _LABELS = ("worker", "pool", "role")
 
@@ -16,7 +17,9 @@ _LABELS = ("worker", "pool", "role")
 class WorkerMetrics:
     """Reads one WorkerState; must be called where it is changed, on the event loop's thread."""
 
-    def __init__(self, settings: WorkerSettings, state: WorkerState) -> None:
+    def __init__(self, settings: WorkerSettings, state: WorkerState, block_size_bytes: int) -> None:
+        """`block_size_bytes`: of a block's KV."""
+        self._block_size_bytes = block_size_bytes
         self._labels = (settings.worker.name, settings.pool, settings.role.value)
         self._state = state
 
@@ -55,10 +58,35 @@ class WorkerMetrics:
             "Blocks that were findable and were given to something else.",
             counters.num_evicted_blocks,
         )
+        yield from self._host_tier(counters)
         blocks = GaugeMetricFamily(
             "baton_prefix_cache_blocks", "Blocks that prompts can hit, in use or not.", labels=_LABELS
         )
         blocks.add_metric(self._labels, self._state.pool.num_indexed)
+        yield blocks
+
+    def _host_tier(self, counters: PrefixCounters) -> Iterator[Metric]:
+        hits = CounterMetricFamily(
+            "baton_prefix_cache_tier_hit_tokens",
+            "Tokens that were found in the prefix cache, by where they lay.",
+            labels=(*_LABELS, "tier"),
+        )
+        num_pool_tokens = counters.num_hit_tokens - counters.num_host_hit_tokens
+        hits.add_metric((*self._labels, "pool"), num_pool_tokens)
+        hits.add_metric((*self._labels, "host"), counters.num_host_hit_tokens)
+        yield hits
+        yield self._counter(
+            "baton_prefix_cache_spilled_bytes",
+            "Copied from the KV pool to host memory when blocks were evicted.",
+            counters.num_spilled_blocks * self._block_size_bytes,
+        )
+        yield self._counter(
+            "baton_prefix_cache_loaded_bytes",
+            "Copied back to the KV pool for prompts that hit them.",
+            counters.num_loaded_blocks * self._block_size_bytes,
+        )
+        blocks = GaugeMetricFamily("baton_prefix_cache_host_blocks", "Blocks kept in host memory.", labels=_LABELS)
+        blocks.add_metric(self._labels, self._state.pool.num_host_blocks)
         yield blocks
 
     def _blocks(self) -> Metric:

@@ -155,7 +155,7 @@ class _Worker:
         self._is_handling = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns: int | None = None
-        self.metrics = WorkerMetrics(settings, self._state)
+        self.metrics = WorkerMetrics(settings, self._state, config.hello.block_size_bytes)
         self.tokens = TokenService(settings.worker, self.post)
         self.control = ControlClient(settings.coordinator_address, self.post)
         self.transport = TransportPort(engine.transport, engine.layout, post=self.post)

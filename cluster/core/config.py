@@ -69,7 +69,8 @@ class PoolConfig:
         device: what a worker computes with; `cuda` is one GPU, whose memory holds the KV pool.
         threads: CPU threads a worker computes with.
         cores: for each replica the core ids it is pinned to; None pins nothing.
-        kv_blocks, kv_bytes: size of one worker's KV pool.
+        kv_blocks, kv_bytes: size of one worker's KV pool. host_cache_bytes: of what it keeps in host memory of the
+            blocks that are evicted from it; 0 keeps none.
         max_step_tokens: tokens of one step, decode and prefill together.
         prefill_chunk_tokens: of these, the most that go to prompts.
         max_running: sequences that may run at once.
@@ -83,6 +84,7 @@ class PoolConfig:
     cores: tuple[tuple[int, ...], ...] | None = None
     kv_blocks: int | None = None
     kv_bytes: int | None = DEFAULT_KV_BYTES
+    host_cache_bytes: int = 0
     max_step_tokens: int = 512
     prefill_chunk_tokens: int = CHUNK_TOKENS
     max_running: int = 64
@@ -281,6 +283,7 @@ def _parse_pool(section: Section, role: Role, chunk_tokens: int, model: ModelCon
         cores=_parse_cores(section, replicas),
         kv_blocks=kv_blocks,
         kv_bytes=kv_bytes,
+        host_cache_bytes=section.optional_size_bytes("host_cache", minimum=0, maximum=MAX_KV_BYTES) or 0,
         max_step_tokens=max_step_tokens,
         prefill_chunk_tokens=section.integer(
             "prefill_chunk_tokens",

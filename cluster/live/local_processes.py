@@ -206,6 +206,7 @@ def _worker_arguments(plan: ClusterPlan, worker: WorkerPlan) -> list[str]:
         "coordinator": plan.coordinator_address,
         "model": plan.model_dir,
         "kv-blocks": worker.num_blocks,
+        "host-cache-blocks": worker.num_host_blocks,
         "name": worker.name,
         "pool": pool.name,
         "dtype": model.dtype,

@@ -44,6 +44,7 @@ def worker_program(plan: ClusterPlan, worker: WorkerPlan, *, incarnation: int, h
         model_dir=plan.model_dir,
         dtype=plan.config.model.dtype,
         num_blocks=worker.num_blocks,
+        num_host_blocks=worker.num_host_blocks,
         block_size=plan.config.kv.block_size,
         max_model_tokens=plan.max_model_tokens,
         revision=plan.config.model.revision,

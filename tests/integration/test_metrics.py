@@ -158,6 +158,40 @@ def test_workers_count_what_the_prefix_cache_saves(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_what_is_evicted_comes_back_from_host_memory(tmp_path: Path) -> None:
+    """Pools of ten blocks and prompts of six: each pushes the last one's blocks out, and finds its own again."""
+    write_tiny_model(tmp_path / "model", max_position_embeddings=128)
+    options = ("--kv-blocks", "10", "--host-cache-blocks", "64", "--transport", "shm")
+
+    async def main() -> None:
+        async with PlainCluster(tmp_path / "model", tmp_path) as cluster:
+            workers = [
+                await cluster.start_worker(role, name, *options)
+                for role, name in ((Role.PREFILL, "p0"), (Role.DECODE, "d0"))
+            ]
+            for worker in workers:
+                await worker.ready()
+            prompts = [[3 + (step * index + step) % 90 for index in range(97)] for step in (7, 11, 13)]
+            answers = []
+            for index in range(6):
+                answer = await cluster.answer(f"r{index}", greedy(prompts[index % 3], 10))
+                assert answer.outcome is Outcome.LENGTH, answer.reason
+                answers.append(answer.tokens)
+            assert answers[:3] == answers[3:] and len({tuple(each) for each in answers}) == 3
+            status = await _settled_status(cluster, num_query_tokens=6 * 97, is_all_in_pool=False)
+            for worker_status in status.values():
+                samples = await asyncio.to_thread(read_samples, worker_status.metrics_address)
+                tiers = {s.labels["tier"]: s.value for s in samples if "tier" in s.labels}
+                # Each block's worth is hit once, wherever it lay.
+                assert tiers["pool"] + tiers["host"] == 3 * 96 and tiers["host"] >= 2 * 96
+                by_name = {s.name: s.value for s in samples}
+                assert by_name["baton_prefix_cache_loaded_bytes_total"] > 0
+                assert by_name["baton_prefix_cache_spilled_bytes_total"] > 0
+                assert by_name["baton_prefix_cache_host_blocks"] >= 12
+
+    asyncio.run(main())
+
+
 async def _check_links(cluster: PlainCluster, workers: dict[str, admin_pb2.WorkerStatus]) -> None:
     """What the prefill worker measured is on its page, and shown by the coordinator once a heartbeat has told it."""
     samples: dict[str, list[Sample]] = {}
@@ -178,7 +212,9 @@ async def _check_links(cluster: PlainCluster, workers: dict[str, admin_pb2.Worke
     assert link.bandwidth_bytes_per_s == link.median_bytes_per_s == sample.value
 
 
-async def _settled_status(cluster: PlainCluster, *, num_query_tokens: int) -> dict[str, admin_pb2.WorkerStatus]:
+async def _settled_status(
+    cluster: PlainCluster, *, num_query_tokens: int, is_all_in_pool: bool = True
+) -> dict[str, admin_pb2.WorkerStatus]:
     """The workers by name, once heartbeats and block events have told of everything."""
     async with make_channel(cluster.address) as channel, asyncio.timeout(DEADLINE_S):
         admin = admin_pb2_grpc.AdminStub(channel)
@@ -187,7 +223,8 @@ async def _settled_status(cluster: PlainCluster, *, num_query_tokens: int) -> di
             workers = {worker.name: worker for pool in status.pools for worker in pool.workers if worker.pid}
             caches = [worker.prefix_cache for worker in workers.values()]
             if len(caches) == 2 and all(
-                cache.query_tokens == num_query_tokens and cache.num_blocks == worker.blocks.cached
+                cache.query_tokens == num_query_tokens
+                and (cache.num_blocks == worker.blocks.cached or not is_all_in_pool)
                 for cache, worker in zip(caches, workers.values(), strict=True)
             ):
                 return workers

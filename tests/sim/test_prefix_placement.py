@@ -102,3 +102,13 @@ def test_a_map_that_lies_costs_no_answer_whatever_else_goes_wrong(monkeypatch: p
     for seed in range(NUM_SEEDS):
         run_seed(seed)
     assert sum(len(chain) > 0 for chain in asked) > NUM_SEEDS
+
+
+def test_a_conversation_that_its_pool_cannot_hold_is_read_from_host_memory() -> None:
+    """Six conversations on one worker whose pool holds the blocks of one or two."""
+    shares = {}
+    for num_host_blocks in (0, 200):
+        world = make_world(*conversations(6), num_blocks=20, num_host_blocks=num_host_blocks)
+        assert all(client.outcome in ANSWERED for client in finish(world))
+        shares[num_host_blocks] = cached_share(world)
+    assert shares[0] < 0.1 and shares[200] > 0.5, shares

@@ -137,6 +137,11 @@ def test_a_worker_takes_as_many_requests_as_the_file_may_say() -> None:
     assert min(AgentLimits().max_legs, PushLimits().max_pushes) >= MAX_RUNNING
 
 
+def test_host_cache_is_off_unless_it_is_asked_for() -> None:
+    assert [pool.host_cache_bytes for pool in _parse({**MINIMAL, "pools": _pools()}).pools] == [0, 0]
+    assert _parse({**MINIMAL, "pools": _pools(host_cache="3GiB")}).pools[1].host_cache_bytes == 3 * 2**30
+
+
 @pytest.mark.parametrize(
     ("text", "size_bytes"),
     [("512MiB", 2**29), ("1.5 GiB", 3 * 2**29), ("2GB", 2 * 10**9), (2**21, 2**21), ("1048576B", 2**20)],
