@@ -30,6 +30,10 @@ class HostCache:
         else:
             self._slots_SE = torch.empty(shape, dtype=pool_BLKCSD.dtype, pin_memory=True)
 
+    def slot_bytes(self, slot: int) -> memoryview:
+        """A slot's bytes, to be read or written while no copy uses it."""
+        return self._slots_SE[slot].view(torch.uint8).numpy().data
+
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Makes these copies in their order, neighbours together. On a GPU they are queued on the current stream, in
         front of the step that needs them, and the host does not wait."""

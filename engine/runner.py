@@ -40,7 +40,7 @@ class Runner:
         """`num_host_blocks`: slots of the host tier below the pool."""
         self.config = model.config
         self.cache = model.cache
-        self._host_cache = HostCache(model.cache, num_host_blocks) if num_host_blocks else None
+        self.host_cache = HostCache(model.cache, num_host_blocks) if num_host_blocks else None
         self._model = model
         self._sampler: Sampler | DeviceSampler
         if model.cache.pool_BLKCSD.device.type == "cpu":
@@ -125,9 +125,9 @@ class Runner:
     def copy_blocks(self, copies: tuple[BlockCopy, ...]) -> None:
         """Between the pool and the host tier, in this order. Also on another thread than the engine's, if the running
         step uses neither these blocks nor these slots."""
-        assert self._host_cache is not None, "there is no host tier to copy to"
+        assert self.host_cache is not None, "there is no host tier to copy to"
         with torch.inference_mode():
-            self._host_cache.copy(copies)
+            self.host_cache.copy(copies)
 
     def _run(self, plan: StepPlan, on_layer_written: LayerWritten | None) -> StepResult:
         logits_RV = self._model.forward(self._builder.build(plan), on_layer_written)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from cluster.core.ids import FrontId
 from cluster.core.messages import RankEndpoint, WorkerMessage
 from cluster.core.token_messages import TokenRun
+from engine.core.disk_tier import DiskWork
 from engine.core.step import StepPlan
 from engine.core.tiers import BlockCopy
 from kv_transfer.protocol.messages import CancelWrite, FencePeer, SendMessage, VerifyBlocks, WriteBlocks
@@ -21,6 +22,7 @@ __all__ = [
     "ConnectPeer",
     "CopyBlocks",
     "Effect",
+    "DoDiskWork",
     "FencePeer",
     "RefuseFront",
     "RunStep",
@@ -46,6 +48,14 @@ class CopyBlocks:
     uses neither these blocks nor these slots."""
 
     copies: tuple[BlockCopy, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoDiskWork:
+    """Read and write files of the prefix cache, after what was asked for before; answered by exactly one DiskWorkDone.
+    Until then nothing else writes to the slots that it names."""
+
+    work: DiskWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +103,7 @@ class Shutdown:
 Effect = (
     ToCoordinator
     | CopyBlocks
+    | DoDiskWork
     | RunStep
     | SendRuns
     | RefuseFront

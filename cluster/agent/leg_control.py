@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cluster.agent.disk_waits import DiskWaits
 from cluster.agent.last_chunks import LastChunks
 from cluster.agent.leg_output import LegOutput
 from cluster.agent.legs import Leg, LegKind, LegTable, Phase, push_key_of
@@ -69,6 +70,7 @@ class LegControl:
         outbox: Outbox,
         legs: LegTable,
         links: PeerLinks,
+        disk_waits: DiskWaits,
     ) -> None:
         self._config = config
         self._block_size = config.scheduler.block_size
@@ -81,6 +83,7 @@ class LegControl:
         self._output = LegOutput(outbox)
         self._legs = legs
         self._links = links
+        self._disk_waits = disk_waits
         self._last_chunks = LastChunks(pushes, num_layers=config.num_layers, block_size=self._block_size)
         self._unstarted: dict[SequenceKey, Leg] = {}
         self._lost_peers: Recent[PeerId | None, None] = Recent(config.push_limits.max_fenced_lives)
@@ -300,6 +303,9 @@ class LegControl:
             self.fail(now_ns, leg, Outcome.REJECTED_OVERLOAD, str(error), retryable=True)
         else:
             self._unstarted[leg.lead_key] = leg
+            if self._config.num_disk_blocks and not leg.scores_prompt:
+                hashes = matchable_hashes(leg.body, self._block_size, self._fingerprint)
+                self._disk_waits.added(now_ns, leg.lead_key, hashes)
 
     def _may_start(self, attempt: AttemptId) -> bool:
         if self._legs.get(attempt) is not None:

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from cluster.agent.settings import WorkerSettings
 from cluster.agent.state import WorkerState
 from engine.core.prefix_counters import PrefixCounters
+from engine.disk_cache import DiskCache
 
 _LABELS = ("worker", "pool", "role")
 
@@ -17,8 +18,11 @@ _LABELS = ("worker", "pool", "role")
 class WorkerMetrics:
     """Reads one WorkerState; must be called where it is changed, on the event loop's thread."""
 
-    def __init__(self, settings: WorkerSettings, state: WorkerState, block_size_bytes: int) -> None:
-        """`block_size_bytes`: of a block's KV."""
+    def __init__(
+        self, settings: WorkerSettings, state: WorkerState, block_size_bytes: int, disk: DiskCache | None
+    ) -> None:
+        """`block_size_bytes`: of a block's KV. `disk`: the files of the prefix cache, if there are any."""
+        self._disk = disk
         self._block_size_bytes = block_size_bytes
         self._labels = (settings.worker.name, settings.pool, settings.role.value)
         self._state = state
@@ -85,9 +89,18 @@ class WorkerMetrics:
             "Copied back to the KV pool for prompts that hit them.",
             counters.num_loaded_blocks * self._block_size_bytes,
         )
-        blocks = GaugeMetricFamily("baton_prefix_cache_host_blocks", "Blocks kept in host memory.", labels=_LABELS)
-        blocks.add_metric(self._labels, self._state.pool.num_host_blocks)
+        blocks = GaugeMetricFamily(
+            "baton_prefix_cache_tier_blocks", "Blocks kept in lower tiers.", labels=(*_LABELS, "tier")
+        )
+        blocks.add_metric((*self._labels, "host"), self._state.pool.num_host_blocks)
+        blocks.add_metric((*self._labels, "disk"), self._state.pool.num_disk_blocks)
         yield blocks
+        if self._disk is not None:
+            yield self._counter("baton_prefix_cache_disk_written_bytes", "Written to files.", self._disk.written_bytes)
+            yield self._counter("baton_prefix_cache_disk_read_bytes", "Read from files.", self._disk.read_bytes)
+            yield self._counter(
+                "baton_prefix_cache_disk_bad_files", "Removed because they were of no use.", self._disk.num_bad_files
+            )
 
     def _blocks(self) -> Metric:
         counts = self._state.pool.counts()

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from cluster.agent import events as ev
 from cluster.agent.block_reports import BlockReporter
-from cluster.agent.effects import CopyBlocks, Effect, RefuseFront, RunStep, Shutdown, ToCoordinator
+from cluster.agent.disk_waits import DiskWaits
+from cluster.agent.effects import CopyBlocks, DoDiskWork, Effect, RefuseFront, RunStep, Shutdown, ToCoordinator
 from cluster.agent.inventory import inventory_of
 from cluster.agent.leg_control import LegControl
 from cluster.agent.legs import LegTable, push_key_of
@@ -44,6 +45,7 @@ from cluster.core.messages import (
 from cluster.core.reports import LinkReport
 from cluster.core.token_messages import Forget
 from engine.core.block_pool import BlockPool
+from engine.core.lower_tiers import LowerTiers
 from engine.core.request import RequestBody
 from engine.core.scheduler import Scheduler
 from kv_transfer.protocol.messages import PushKey
@@ -59,7 +61,7 @@ class WorkerState:
         self._pool = BlockPool(
             config.num_blocks,
             max_reserved_blocks=config.max_reserved_blocks,
-            num_host_blocks=config.num_host_blocks,
+            lower_tiers=LowerTiers(config.num_host_blocks, config.num_disk_blocks, config.on_disk),
         )
         self._stepper = Stepper(Scheduler(config.scheduler, self._pool))
         self._pushes = Pushes(
@@ -77,6 +79,7 @@ class WorkerState:
         self._outbox = Outbox(limits)
         self._legs = LegTable(limits.max_cancelled_attempts)
         self._links = PeerLinks()
+        self._disk_waits = DiskWaits(self._pool, self._stepper.scheduler, max_wait_ns=limits.max_disk_wait_ns)
         self._control = LegControl(
             config,
             pool=self._pool,
@@ -85,6 +88,7 @@ class WorkerState:
             outbox=self._outbox,
             legs=self._legs,
             links=self._links,
+            disk_waits=self._disk_waits,
         )
         self._link = CoordinatorLink(config.hello.ref.worker, grace_ns=limits.coordinator_grace_ns, now_ns=now_ns)
         self._reports: list[WorkerMessage] = []
@@ -117,6 +121,7 @@ class WorkerState:
             self._link.next_deadline_ns(),
             self._pushes.next_deadline_ns(),
             self._outbox.next_deadline_ns(),
+            self._disk_waits.next_deadline_ns(),
             self._block_reporter.next_deadline_ns() if self._link.is_registered else None,
             self._step_due_ns,
             self._leave_due_ns(),
@@ -190,6 +195,10 @@ class WorkerState:
         copies = self._pool.take_copies()
         if copies:
             effects.append(CopyBlocks(copies=copies))
+        disk_work = self._pool.take_disk_work()
+        if disk_work is not None:
+            effects.append(DoDiskWork(work=disk_work))
+        self._disk_waits.settle(now_ns)
         plan = self._stepper.next_plan()
         if plan is not None:
             layer_marks = self._control.step_started(now_ns, plan)
@@ -218,6 +227,8 @@ class WorkerState:
             case ev.StepFailed(reason=reason):
                 self._step_due_ns = None
                 self._on_step_failed(now_ns, reason)
+            case ev.DiskWorkDone(result=result):
+                self._pool.disk_done(result)
             case ev.CommandReceived(command=command, body=body):
                 if self._link.accepts(command):
                     self._on_command(now_ns, command.body, body)

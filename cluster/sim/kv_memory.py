@@ -87,6 +87,12 @@ class KVMemory:
             else:
                 self._host_blocks[copy.slot] = self.block(copy.block_id)
 
+    def host_block(self, slot: int) -> bytes:
+        return self._host_blocks[slot]
+
+    def put_host_block(self, slot: int, content: bytes) -> None:
+        self._host_blocks[slot] = content
+
     def block(self, block_id: int, layers: range | None = None) -> bytes:
         """All layers of a block, or these."""
         start, size = self.layout.layers_slice(block_id, layers or range(self.num_layers))

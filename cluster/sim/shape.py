@@ -79,6 +79,7 @@ def worker_config(scenario: Scenario, worker: WorkerId, *, token_address: str) -
         ),
         num_blocks=scenario.num_blocks,
         num_host_blocks=scenario.num_host_blocks,
+        num_disk_blocks=scenario.num_disk_blocks,
         num_layers=scenario.num_layers,
         model_fingerprint=MODEL_FINGERPRINT,
         checksums=scenario.checksums,

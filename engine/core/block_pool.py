@@ -15,22 +15,24 @@ A reserved block is one that a remote sender may write into. It goes back to fre
 which the owner calls when the sender has stopped or is fenced; until then it is quarantined. Every allocation and
 every reservation raises the block's generation, and a commit must name the generation that was granted.
 
-Below the pool lies a tier in host memory (`engine.core.tiers`), to which evicted content goes and from which `load`
-brings it back. The copies that this takes are the owner's to make: at once (`take_copies`), or with the step that is
-being planned (`start_step`).
+Below the pool lie tiers in host memory and on disk (`engine.core.lower_tiers`), to which evicted content goes and from
+which `load` brings it back. The copies that this takes are the owner's to make: at once (`take_copies`), or with the
+step that is being planned (`start_step`). So is the work with files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from engine.core.disk_tier import DiskResult, DiskWork
 from engine.core.errors import OutOfBlocksError, StaleGenerationError
+from engine.core.lower_tiers import LowerTiers
 from engine.core.prefix_changes import IndexChanges, PendingChanges, StoredBlock
 from engine.core.prefix_counters import PrefixCounters, UseCounts
 from engine.core.prefix_index import PrefixIndex
-from engine.core.tiers import BlockCopy, HostTier
+from engine.core.tiers import BlockCopy
 
 __all__ = [
     "BlockCounts",
@@ -74,12 +76,14 @@ class BlockPool:
     each eviction.
     """
 
-    def __init__(self, num_blocks: int, *, max_reserved_blocks: int | None = None, num_host_blocks: int = 0) -> None:
-        """`max_reserved_blocks` is the watermark on reserved plus quarantined blocks; `num_host_blocks` the size of the
-        host tier.
+    def __init__(
+        self, num_blocks: int, *, max_reserved_blocks: int | None = None, lower_tiers: LowerTiers | None = None
+    ) -> None:
+        """`max_reserved_blocks` is the watermark on reserved plus quarantined blocks; without `lower_tiers`, what is
+        evicted is gone.
 
         Raises:
-            ValueError: num_blocks < 1, max_reserved_blocks outside 0..num_blocks, or num_host_blocks < 0.
+            ValueError: num_blocks < 1, or max_reserved_blocks outside 0..num_blocks.
         """
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
@@ -97,7 +101,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_in_state = [num_blocks, 0, 0, 0, 0]
         self._index = PrefixIndex()
-        self._host = HostTier(num_host_blocks)
+        self._lower = lower_tiers or LowerTiers()
         self._changes = PendingChanges()
         self._uses = UseCounts()
 
@@ -233,7 +237,7 @@ class BlockPool:
         if indexed_id != block_id:
             self.acquire([indexed_id])
             self.release([block_id])
-        elif num_before < len(self._index) and block_hash not in self._host:
+        elif num_before < len(self._index) and block_hash not in self._lower:
             self._changes.stored(block_hash, parent_hash)
         return indexed_id
 
@@ -243,7 +247,7 @@ class BlockPool:
 
     def num_loadable(self, hashes: Sequence[bytes]) -> int:
         """How many of the first of `hashes` (those after what `match` finds) the host tier can give now."""
-        return self._host.num_loadable(hashes)
+        return self._lower.num_loadable(hashes)
 
     def load(self, hashes: Sequence[bytes]) -> list[int]:
         """Takes blocks for content that the host tier has (`num_loadable`): active, one user each. They can be found
@@ -256,27 +260,42 @@ class BlockPool:
             return []
         if len(hashes) > self.num_allocatable:
             raise OutOfBlocksError(f"{len(hashes)} blocks wanted, {self.num_allocatable} can be given")
-        self._host.pin(hashes)
+        self._lower.pin(hashes)
         block_ids = self.allocate(len(hashes))
-        self._host.load(block_ids, hashes)
+        self._lower.load(block_ids, hashes)
         return block_ids
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """Copies to make in this order, before anything is written to the blocks that were given out since."""
-        copies = self._host.take_copies()
+        copies = self._lower.take_copies()
         self._uses.copies(copies)
         return copies
 
     def start_step(self) -> tuple[BlockCopy, ...]:
         """Copies that the step now planned makes in this order, before it computes. `end_step` follows."""
-        copies = self._host.start_step()
+        copies = self._lower.start_step()
         self._uses.copies(copies)
         return copies
 
     def end_step(self, *, is_failed: bool = False) -> None:
         """The step is over; one that failed may not have made its copies. The caller indexes what it has loaded."""
-        for block_hash in self._host.end_step(is_failed=is_failed):
-            self._gone(block_hash)
+        self._gone(self._lower.end_step(is_failed=is_failed))
+
+    def read_ahead(self, hashes: Sequence[bytes]) -> tuple[bytes, ...]:
+        """A prompt is to come for these: begins to read what of them lies in files alone, and returns their hashes."""
+        reading, dropped = self._lower.read_ahead(hashes[len(self.match(hashes)) :])
+        self._gone(dropped)
+        return reading
+
+    def is_reading(self, block_hash: bytes) -> bool:
+        return self._lower.is_reading(block_hash)
+
+    def take_disk_work(self) -> DiskWork | None:
+        """To be done after the copies that `take_copies` has returned; `disk_done` follows."""
+        return self._lower.take_disk_work()
+
+    def disk_done(self, result: DiskResult) -> None:
+        self._gone(self._lower.disk_done(result))
 
     def num_cached_in(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks are cached, that is, would stop being allocatable if they were acquired."""
@@ -306,12 +325,17 @@ class BlockPool:
     @property
     def num_findable(self) -> int:
         """Contents that `match` or `num_loadable` can find: what `take_changes` tells of."""
-        return len(self._index) + sum(not self._index.holds(block_hash) for block_hash, _ in self._host.names())
+        return len(self._index) + sum(not self._index.holds(block_hash) for block_hash in self._lower.names())
 
     @property
     def num_host_blocks(self) -> int:
         """Blocks in the host tier, of which some may lie in the pool as well."""
-        return len(self._host)
+        return self._lower.num_host_blocks
+
+    @property
+    def num_disk_blocks(self) -> int:
+        """Blocks in files."""
+        return self._lower.num_disk_blocks
 
     def count_lookup(self, num_query_tokens: int, num_hit_tokens: int, num_host_hit_tokens: int = 0) -> None:
         """A sequence has come to run here: so many of its tokens were looked up, and so many found and acquired, some
@@ -331,7 +355,7 @@ class BlockPool:
 
     @property
     def num_pending_changes(self) -> int:
-        """That `take_changes` has not returned yet; at most two a block of the pool and a slot of the host tier."""
+        """That `take_changes` has not returned yet; at most two a block of any tier."""
         return len(self._changes)
 
     def take_changes(self, max_hashes: int) -> IndexChanges:
@@ -341,7 +365,7 @@ class BlockPool:
 
     def tell_all_again(self) -> None:
         """Whoever takes the changes has forgotten them all: everything findable counts as stored anew."""
-        self._changes.start_over(dict((*self._index.names(), *self._host.names())).items())
+        self._changes.start_over((self._lower.names() | dict(self._index.names())).items())
 
     def _take(self, num_blocks: int, state: BlockState) -> list[int]:
         block_ids: list[int] = []
@@ -354,16 +378,14 @@ class BlockPool:
 
     def _evict(self) -> int:
         block_id, block_hash, parent_hash = self._index.evict()
-        dropped = self._host.spill(block_id, block_hash, parent_hash)
-        if dropped is not None:
-            self._gone(dropped)
-        self._gone(block_hash)
+        self._gone((*self._lower.spill(block_id, block_hash, parent_hash), block_hash))
         return block_id
 
-    def _gone(self, block_hash: bytes) -> None:
-        """One tier has lost it; that is told if no other has it."""
-        if block_hash not in self._host and not self._index.holds(block_hash):
-            self._changes.evicted(block_hash)
+    def _gone(self, hashes: Iterable[bytes]) -> None:
+        """One tier has lost these; that is told of those that no other has."""
+        for block_hash in hashes:
+            if block_hash not in self._lower and not self._index.holds(block_hash):
+                self._changes.evicted(block_hash)
 
     def _move(self, block_id: int, state: BlockState) -> None:
         self._num_in_state[self._states[block_id]] -= 1
@@ -389,5 +411,5 @@ class BlockPool:
         for block_id in self._free:
             assert self._states[block_id] is BlockState.FREE, f"block {block_id} is on the free list"
         self._index.check_invariants()
-        self._host.check_invariants()
-        self._changes.check_invariants(block_hash for block_hash, _ in (*self._index.names(), *self._host.names()))
+        self._lower.check_invariants()
+        self._changes.check_invariants(self._lower.names() | dict(self._index.names()))

@@ -9,7 +9,8 @@ Sarathi-Serve, Agrawal et al. 2024):
 3. A waiting sequence is admitted only if its whole prompt and one more token fit beside what the prefills in progress
    still need. So sequences that must not be preempted can always finish, and no two of them wait for each other.
 4. A waiting sequence whose next block is just being computed for one that is served before it is put off until it
-   finds that block in the prefix cache. Its place among the running ones and its room are kept meanwhile.
+   finds that block in the prefix cache. Its place among the running ones and its room are kept meanwhile. One that is
+   held back, for what its owner is bringing to the prefix cache, is passed over.
 5. A sequence that needs a block when none is left preempts the last in serving order, perhaps itself. Never
    preempted are the only one running, one that has drawn nothing since its last preemption, one planned into this
    very step, and a PREFILL_ONLY one, whose blocks a push may be reading.
@@ -147,6 +148,9 @@ class StepBuilder:
             and self._chunk_budget > 0
         ):
             sequence = self._waiting[num_put_off]
+            if sequence.is_held_back:
+                num_put_off += 1
+                continue
             num_matchable = sequence.num_matchable_tokens // block_size
             hashes = sequence.block_hashes(num_matchable, block_size)
             cached = self._pool.match(hashes)

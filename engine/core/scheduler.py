@@ -156,6 +156,12 @@ class Scheduler:
         self._update_growth_headroom()
         return emitted
 
+    def hold_back(self, key: SequenceKey, *, is_held_back: bool) -> None:
+        """Whether a waiting sequence is passed over when sequences are admitted; of one that is not here, nothing."""
+        sequence = self._sequences.get(key)
+        if sequence is not None:
+            sequence.is_held_back = is_held_back
+
     def abort(self, key: SequenceKey) -> bool:
         """Forgets a sequence in any state; False if it is not here.
 

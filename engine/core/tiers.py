@@ -37,7 +37,18 @@ class HostTier:
     Costs are O(1) a block, and O(slots in a step's hands) where one has to make room.
     """
 
-    __slots__ = ("_copies", "_entries", "_free", "_pinned", "_spills", "_step_slots", "_step_spills", "num_slots")
+    __slots__ = (
+        "_copies",
+        "_entries",
+        "_free",
+        "_held",
+        "_landed",
+        "_pinned",
+        "_spills",
+        "_step_slots",
+        "_step_spills",
+        "num_slots",
+    )
 
     def __init__(self, num_slots: int = 0) -> None:
         """Raises ValueError if `num_slots` is negative."""
@@ -49,6 +60,8 @@ class HostTier:
         self._copies: list[BlockCopy] = []
         self._spills: dict[bytes, int] = {}  # hash -> slot, of the spills among `_copies`
         self._pinned: dict[int, None] = {}  # slots that are about to be loaded from
+        self._held: dict[int, None] = {}  # slots that files are read into or written from
+        self._landed: dict[bytes, None] = {}  # spilled, and copied, since `take_landed`
         self._step_slots: dict[int, None] = {}
         self._step_spills: dict[bytes, int] = {}
 
@@ -105,6 +118,10 @@ class HostTier:
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """What is to be copied before anything else is done, in this order."""
+        self._landed.update(dict.fromkeys(self._spills))
+        return self._drain()
+
+    def _drain(self) -> tuple[BlockCopy, ...]:
         copies, self._copies, self._spills = tuple(self._copies), [], {}
         return copies
 
@@ -112,7 +129,7 @@ class HostTier:
         """As `take_copies`, but the copies may be made at any time until `end_step`, in this order."""
         assert not self._step_slots, "the last step is not over"
         self._step_spills = self._spills
-        copies = self.take_copies()
+        copies = self._drain()
         self._step_slots = {copy.slot: None for copy in copies}
         return copies
 
@@ -124,14 +141,61 @@ class HostTier:
         forgotten = tuple(self._step_spills) if is_failed else ()
         for block_hash in forgotten:
             self._free.append(self._entries.pop(block_hash).slot)
+        if not is_failed:
+            self._landed.update(dict.fromkeys(self._step_spills))
         self._step_slots = {}
         self._step_spills = {}
         return forgotten
 
+    # ---- for the tier below ----
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def take_landed(self) -> list[tuple[bytes, bytes, int]]:
+        """Hash, parent's hash and slot of what has been spilled since the last call, and is still here."""
+        landed, self._landed = self._landed, {}
+        entries = ((block_hash, self._entries.get(block_hash)) for block_hash in landed)
+        return [(block_hash, entry.parent_hash, entry.slot) for block_hash, entry in entries if entry is not None]
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """A prompt is to come for these: as far as they are here, they count as used just now."""
+        for block_hash in reversed(hashes):
+            entry = self._entries.pop(block_hash, None)
+            if entry is not None:
+                self._entries[block_hash] = entry
+
+    def hold(self, slot: int) -> None:
+        """That slot's content stays until `let_go`."""
+        assert slot not in self._held
+        self._held[slot] = None
+
+    def let_go(self, slot: int) -> None:
+        del self._held[slot]
+
+    def take_slot(self) -> tuple[int | None, bytes | None]:
+        """A slot without content, held until `fill_slot`, and the hash of what had to go for it; each None if there is
+        none."""
+        dropped = None if self._free else self._make_room()
+        if not self._free:
+            return None, None
+        slot = self._free.pop()
+        self.hold(slot)
+        return slot, dropped
+
+    def fill_slot(self, slot: int, block_hash: bytes | None, parent_hash: bytes) -> None:
+        """That content lies in the slot now; None: there was none after all."""
+        self.let_go(slot)
+        if block_hash is None or block_hash in self._entries:
+            self._free.append(slot)
+        else:
+            self._entries[block_hash] = _Entry(slot=slot, parent_hash=parent_hash)
+
     def _make_room(self) -> bytes | None:
         """Frees the slot of the least recently used content that may go, and returns its hash; None if none may."""
         for block_hash, entry in self._entries.items():
-            if entry.slot not in self._step_slots and entry.slot not in self._pinned:
+            if not (entry.slot in self._step_slots or entry.slot in self._pinned or entry.slot in self._held):
                 del self._entries[block_hash]
                 self._spills.pop(block_hash, None)
                 self._free.append(entry.slot)
@@ -140,7 +204,9 @@ class HostTier:
 
     def check_invariants(self) -> None:
         slots = [entry.slot for entry in self._entries.values()]
-        assert sorted(slots + self._free) == list(range(self.num_slots)), "slots are lost or used twice"
+        assert not set(self._held) & set(self._free), "a held slot is free"
+        reading = sorted(set(self._held) - set(slots))
+        assert sorted(slots + self._free + reading) == list(range(self.num_slots)), "slots are lost or used twice"
         assert not self._pinned, "content was pinned and not loaded"
         for block_hash, slot in self._step_spills.items():
             assert self._entries[block_hash].slot == slot and slot in self._step_slots, "a spill under way was given up"

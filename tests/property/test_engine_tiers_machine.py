@@ -16,6 +16,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from engine.core.block_hash import ROOT_HASH, block_hash
 from engine.core.block_pool import BlockPool, BlockState
+from engine.core.disk_tier import DiskResult, DiskWork
+from engine.core.lower_tiers import HELD_SHARE, LowerTiers
 from engine.core.tiers import BlockCopy, HostTier
 
 RUBBISH = b"rubbish"
@@ -44,9 +46,13 @@ class Holder:
 class TiersMachine(RuleBasedStateMachine):
     holders = Bundle("holders")
 
-    @initialize(num_blocks=st.integers(4, 7), num_slots=st.integers(0, 5))
-    def start(self, num_blocks: int, num_slots: int) -> None:
-        self.pool = BlockPool(num_blocks, max_reserved_blocks=num_blocks, num_host_blocks=num_slots)
+    @initialize(num_blocks=st.integers(4, 7), num_slots=st.integers(0, 8), num_files=st.sampled_from((0, 3, 30)))
+    def start(self, num_blocks: int, num_slots: int, num_files: int) -> None:
+        num_files = num_files if num_slots >= HELD_SHARE else 0
+        self.lower = LowerTiers(num_slots, num_files)
+        self.files: dict[bytes, bytes] = {}
+        self.works: list[DiskWork] = []  # being done, in this order
+        self.pool = BlockPool(num_blocks, max_reserved_blocks=num_blocks, lower_tiers=self.lower)
         self.blocks = [RUBBISH] * num_blocks
         self.slots = [RUBBISH] * num_slots
         self.told: set[bytes] = set()
@@ -57,6 +63,32 @@ class TiersMachine(RuleBasedStateMachine):
                 self.blocks[each.block_id] = self.slots[each.slot]
             else:
                 self.slots[each.slot] = self.blocks[each.block_id]
+
+    @rule(path=PATHS)
+    def read_ahead(self, path: list[int]) -> None:
+        """A prompt has come; what files have of it is read in its own time."""
+        for name in self.pool.read_ahead(names_of(path)):
+            assert self.pool.is_reading(name)
+
+    @rule(fails=st.sampled_from((False, False, True)))
+    def disk_work(self, fails: bool) -> None:
+        """Work is taken after the copies, and done later; it may fail."""
+        work = self.pool.take_disk_work()
+        if work is not None:
+            self.works.append(work)
+        if not self.works:
+            return
+        work, failed = self.works.pop(0), set()
+        for block in work.reads:
+            self.slots[block.slot] = RUBBISH if fails else self.files[block.block_hash]
+        failed.update(block.block_hash for block in (*work.reads, *work.writes) if fails)
+        for name in (*work.deletions, *failed):
+            self.files.pop(name, None)
+        for block in work.writes:
+            if not fails:
+                assert self.slots[block.slot] == block.block_hash, "not what was spilled is written"
+                self.files[block.block_hash] = self.slots[block.slot]
+        self.pool.disk_done(DiskResult(work=work, failed=frozenset(failed)))
 
     def find(self, path: list[int], num_new: int) -> Holder | None:
         """What a scheduler does: takes what is there, brings what is below, and allocates what is left."""
@@ -117,6 +149,10 @@ class TiersMachine(RuleBasedStateMachine):
                 self.index(holder)
         return self.left_after(running, stays and not fails)
 
+    @rule(path=PATHS)
+    def pin(self, path: list[int]) -> None:
+        self.happens(path)
+
     def run(self, holders: list[Holder], copies: tuple[BlockCopy, ...]) -> None:
         self.copy(copies)
         for holder in holders:
@@ -156,7 +192,6 @@ class TiersMachine(RuleBasedStateMachine):
         stored = {block.block_hash for block in changes.stored}
         assert not self.told & stored
         self.told |= stored
-        assert len(self.told) <= len(self.blocks) + len(self.slots)
         if not self.pool.num_pending_changes:
             everything = deepcopy(self.pool)
             everything.tell_all_again()

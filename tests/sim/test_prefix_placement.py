@@ -11,6 +11,7 @@ import pytest
 from cluster.core.ids import Role, WorkerId
 from cluster.core.messages import BlockEvents
 from cluster.core.prefix_map import BLOCK_HASH_BYTES, HeldPrefixes, PrefixMap
+from cluster.sim import worker_node
 from cluster.sim.client import Client
 from cluster.sim.history import run_seed
 from cluster.sim.kernel import MILLISECOND_NS
@@ -112,3 +113,15 @@ def test_a_conversation_that_its_pool_cannot_hold_is_read_from_host_memory() -> 
         assert all(client.outcome in ANSWERED for client in finish(world))
         shares[num_host_blocks] = cached_share(world)
     assert shares[0] < 0.1 and shares[200] > 0.5, shares
+
+
+def test_a_conversation_that_host_memory_cannot_hold_is_read_from_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they can be read in time; where they cannot, prompts are computed and nobody waits for long."""
+    shares = []
+    for max_disk_ns in (MILLISECOND_NS, 100_000 * MILLISECOND_NS):
+        monkeypatch.setattr(worker_node, "MAX_DISK_NS", max_disk_ns)
+        monkeypatch.setattr(worker_node, "DISK_FAILURE_SHARE", 0.0)
+        world = make_world(*conversations(6), num_blocks=20, num_host_blocks=24, num_disk_blocks=500)
+        assert all(client.outcome in ANSWERED for client in finish(world))
+        shares.append(cached_share(world))
+    assert shares[0] > 0.4 and shares[1] < 0.2, shares

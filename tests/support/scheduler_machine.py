@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 from cluster.agent.prefix_pins import pin_prefix
 from engine.core.block_hash import hash_blocks
 from engine.core.block_pool import BlockPool, OutOfBlocksError
+from engine.core.lower_tiers import LowerTiers
 from engine.core.outcome import ScoredPrompt
 from engine.core.planning import MAX_SCORED_ROWS
 from engine.core.request import Sibling, twins_of
@@ -198,7 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos_token_ids=frozenset({EOS}),
         )
         num_blocks = num_blocks_for(max_model_tokens, block_size) + num_spare_blocks
-        self.pool = BlockPool(num_blocks, num_host_blocks=num_host_blocks)
+        self.pool = BlockPool(num_blocks, lower_tiers=LowerTiers(num_host_blocks))
         assert self.pool.num_blocks <= MAX_BLOCKS
         self.scheduler = Scheduler(self.config, self.pool)
         self.salts: dict[SequenceKey, int] = {}
