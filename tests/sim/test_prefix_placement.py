@@ -137,7 +137,7 @@ def test_a_conversation_that_host_memory_cannot_hold_is_read_from_files(monkeypa
 def test_one_document_read_by_many_is_computed_and_stored_once_a_worker_at_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Questions about one document (a thousand in `make soak`); other prompts between them push it out of every pool."""
+    """Questions (a thousand in `make soak`) about one document, which other prompts push out of every pool."""
     num_questions = 1000 if NUM_HISTORIES > 1500 else 120
     document, num_blocks = ask(0, num_prompt_tokens=48).prompt_ids, 48 // 4
     questions = [
