@@ -16,6 +16,7 @@ from cluster.agent.legs import Leg, LegKind, LegTable, Phase, push_key_of
 from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.outbox import Outbox
 from cluster.agent.peer_links import PeerLinks
+from cluster.agent.prefix_fetches import PrefixFetches
 from cluster.agent.prefix_pins import pin_prefix
 from cluster.agent.pushes import Pushes, PushRefusedError
 from cluster.agent.stepper import Stepper
@@ -85,6 +86,16 @@ class LegControl:
         self._links = links
         self._disk_waits = disk_waits
         self._last_chunks = LastChunks(pushes, num_layers=config.num_layers, block_size=self._block_size)
+        self._fetches = PrefixFetches(
+            peer=self._peer,
+            pool=pool,
+            pushes=pushes,
+            legs=legs,
+            scheduler=stepper.scheduler,
+            block_size=self._block_size,
+            fingerprint=self._fingerprint,
+            max_wait_ns=config.limits.max_fetch_wait_ns,
+        )
         self._unstarted: dict[SequenceKey, Leg] = {}
         self._lost_peers: Recent[PeerId | None, None] = Recent(config.push_limits.max_fenced_lives)
         self._messages: list[WorkerMessage] = []
@@ -98,6 +109,9 @@ class LegControl:
     def reserve(self, now_ns: int, command: Reserve, body: RequestBody) -> None:
         """Decode: pins what is cached of the prompt and reserves blocks for the rest, or refuses and holds nothing."""
         if self._legs.get(command.attempt) is not None:
+            return
+        if command.num_prefix_blocks:
+            self._reserve_prefix(now_ns, command, body)
             return
         refusal = self._reserve_refusal(command, body)
         if refusal is not None:
@@ -145,6 +159,11 @@ class LegControl:
         """Prefill: starts the push (and with it the renewal of its lease) and queues the prompt."""
         if not self._may_start(command.attempt):
             return
+        if command.num_prefix_blocks:
+            refusal = self._fetches.send(now_ns, command, body)
+            if refusal is not None:
+                self.refuse(command.attempt, Outcome.TRANSFER_FAILED, refusal)
+            return
         leg = self._add_leg(now_ns, command.attempt, LegKind.PREFILL, Phase.RUNNING, body)
         leg.peer = peer_of(command.destination.worker)
         leg.num_blocks_ready = command.num_cached_blocks
@@ -164,6 +183,16 @@ class LegControl:
             return
         self._last_chunks.add(leg)
         self._start(now_ns, leg, SequenceMode.PREFILL_ONLY)
+
+    def _reserve_prefix(self, now_ns: int, command: Reserve, body: RequestBody) -> None:
+        if self._legs.is_forbidden(command.attempt) or len(self._legs) >= self._config.limits.max_legs:
+            self._refuse(command.attempt, "cancelled before it came, or too many attempts are here")
+        else:
+            self._messages.append(self._fetches.reserve(now_ns, command, body))
+
+    def next_deadline_ns(self) -> int | None:
+        """When a sequence has waited long enough for its prefix."""
+        return self._fetches.next_deadline_ns()
 
     def run_local(self, now_ns: int, command: RunLocal, body: RequestBody) -> None:
         """Decode without a prefill worker: prompt and answer are computed here."""
@@ -261,6 +290,8 @@ class LegControl:
             leg = self._legs.get(attempt)
             if leg is not None:
                 self.fail(now_ns, leg, Outcome.CANCELLED, "the front does not read its tokens", retryable=False)
+        for late in self._fetches.settle(now_ns):
+            self.fail(now_ns, late, Outcome.TRANSFER_FAILED, "the prefix did not come in time", retryable=True)
         self._settle_pushes(now_ns)
         for leg in self._legs.leaving():
             if not (leg.is_unsettled or self._holds_sequences(leg) or self._pushes.holds(leg.push_key)):
@@ -303,7 +334,9 @@ class LegControl:
             self.fail(now_ns, leg, Outcome.REJECTED_OVERLOAD, str(error), retryable=True)
         else:
             self._unstarted[leg.lead_key] = leg
-            if self._config.num_disk_blocks and not leg.scores_prompt:
+            if leg.scores_prompt or self._fetches.added(now_ns, leg.lead_key):
+                return
+            if self._config.num_disk_blocks:
                 hashes = matchable_hashes(leg.body, self._block_size, self._fingerprint)
                 self._disk_waits.added(now_ns, leg.lead_key, hashes)
 
@@ -386,6 +419,9 @@ class LegControl:
         """Decode: takes the KV over, or fails closed."""
         leg = self._legs.of_push(arrived.key)
         assert leg is not None and leg.phase is Phase.RESERVED, f"a push arrived for {arrived.key}, which does not wait"
+        if leg.kind is LegKind.PREFIX_SINK:
+            self._messages += self._fetches.arrived(now_ns, leg, arrived)
+            return
         mismatch = mismatch_of(leg, arrived, self._block_size)
         if mismatch is not None:
             self._pushes.commit_failed(now_ns, arrived.key, mismatch)
@@ -458,6 +494,7 @@ class LegControl:
 
     def check_invariants(self) -> None:
         self._last_chunks.check_invariants()
+        self._fetches.check_invariants()
         for key, leg in self._unstarted.items():
             assert leg.lead_key == key and self._legs.get(leg.attempt) is leg and leg.phase is Phase.RUNNING
         for leg in self._legs:

@@ -44,6 +44,8 @@ class AgentLimits:
     block_events_interval_ns: int = 50_000_000
     """Changes of the prefix cache are told to the coordinator together, this far apart. It uses them as hints."""
     max_hashes_per_block_events: int = 4_096
+    max_fetch_wait_ns: int = NS_PER_S
+    """So long a prompt waits for its beginning from another worker; what has not come by then is computed."""
     max_disk_wait_ns: int = 100_000_000
     """So long a prompt waits for blocks that are read from files; what has not come by then is computed."""
     max_step_failures: int = 3

@@ -122,6 +122,7 @@ class WorkerState:
             self._pushes.next_deadline_ns(),
             self._outbox.next_deadline_ns(),
             self._disk_waits.next_deadline_ns(),
+            self._control.next_deadline_ns(),
             self._block_reporter.next_deadline_ns() if self._link.is_registered else None,
             self._step_due_ns,
             self._leave_due_ns(),
@@ -307,7 +308,8 @@ class WorkerState:
                 self._shutdown_reason = f"the coordinator refused this worker: {reason}"
 
     def _on_work(self, now_ns: int, command: Work, body: RequestBody | None) -> None:
-        if not isinstance(command, self._config.accepts):
+        is_fetch = isinstance(command, Reserve | Prefill) and command.num_prefix_blocks > 0
+        if not (is_fetch or isinstance(command, self._config.accepts)):
             self._refuse_work(command, f"a {self._config.hello.role.value} worker takes no {type(command).__name__}")
             return
         if body is None:

@@ -63,6 +63,7 @@ class Attempt:
         committed: decode has taken the KV over (from the start, for a local one).
         finished_by: the half whose worker drew the request's last token, None before that.
         why: the placement's reason, in words.
+        num_fetched_blocks: of a fetch (`handlers.fetching`), which is never current: blocks of the prefix. Otherwise 0.
     """
 
     attempt_id: AttemptId
@@ -74,6 +75,7 @@ class Attempt:
     is_current: bool = True
     committed: bool = False
     finished_by: Role | None = None
+    num_fetched_blocks: int = 0
 
     @property
     def legs(self) -> tuple[Leg, ...]:

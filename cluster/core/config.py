@@ -146,6 +146,7 @@ class CoordinatorConfig:
         heartbeat_timeout_s: silence after which a worker is given up.
         max_attempts: runs of one request, the first included, before it fails.
         lease_ttl_s: how long a lease lasts without renewal.
+        fetch_prefixes: whether who reads a prompt may fetch its beginning from a worker that holds it.
     """
 
     queue_limit: int = 1024
@@ -153,6 +154,7 @@ class CoordinatorConfig:
     heartbeat_timeout_s: float = 10.0
     max_attempts: int = 3
     lease_ttl_s: float = 10.0
+    fetch_prefixes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,6 +390,7 @@ def _parse_coordinator(section: Section) -> CoordinatorConfig:
         heartbeat_timeout_s=section.number("heartbeat_timeout_s", default=10.0, minimum=0.1, maximum=MAX_SECONDS),
         max_attempts=section.integer("max_attempts", default=3, minimum=1, maximum=100),
         lease_ttl_s=section.number("lease_ttl_s", default=10.0, minimum=0.1, maximum=MAX_SECONDS),
+        fetch_prefixes=section.boolean("fetch_prefixes", default=False),
     )
     section.finish()
     return coordinator

@@ -407,18 +407,25 @@ class WorkerRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """Decode leg: reserve blocks for `num_tokens` tokens, less those cached. Carries a body."""
+    """Decode leg: reserve blocks for `num_tokens` tokens, less those cached. Carries a body.
+
+    With `num_prefix_blocks`, only so many blocks of the prompt's beginning are to come, for the prefix cache.
+    """
 
     attempt: AttemptId
     lease_id: int
     source: WorkerRef
     num_tokens: int
     ttl_ms: int
+    num_prefix_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """Prefill leg: compute the prompt, push its blocks to `destination`, draw the first token. Carries a body."""
+    """Prefill leg: compute the prompt, push its blocks to `destination`, draw the first token. Carries a body.
+
+    With `num_prefix_blocks`, only push so many blocks of its beginning, all of which are cached.
+    """
 
     attempt: AttemptId
     lease_id: int
@@ -426,6 +433,7 @@ class Prefill:
     blocks: tuple[Block, ...]
     num_cached_blocks: int
     ttl_ms: int
+    num_prefix_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

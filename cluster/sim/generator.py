@@ -72,6 +72,7 @@ def generate(seed: int) -> Scenario:
         faults=faults,
         num_layers=num_layers,
         num_host_blocks=num_host_blocks,
+        fetch_prefixes=draw.random() < 0.5,
         num_disk_blocks=draw.choice((0, 3, 8 * least_blocks)) if num_host_blocks >= HELD_SHARE else 0,
     )
 

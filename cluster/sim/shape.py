@@ -31,6 +31,7 @@ def cluster_config(scenario: Scenario) -> ClusterConfig:
             queue_timeout_s=scenario.queue_timeout_s,
             heartbeat_timeout_s=scenario.heartbeat_timeout_s,
             max_attempts=scenario.max_attempts,
+            fetch_prefixes=scenario.fetch_prefixes,
             lease_ttl_s=scenario.push_limits.lease_ttl_ns / SECOND_NS,
         ),
     )

@@ -113,7 +113,7 @@ class BlockPool:
     @property
     def num_reservable(self) -> int:
         """Blocks that `reserve` can give now: allocatable, less the growth headroom, up to the watermark."""
-        return self._num_reservable_beside(0)
+        return max(0, self._num_reservable_beside(0))
 
     def can_reserve_beside(self, num_blocks: int, num_loaded: int) -> bool:
         """Whether `reserve` would give `num_blocks` once `num_loaded` have been allocated besides."""
@@ -122,7 +122,7 @@ class BlockPool:
     def _num_reservable_beside(self, num_allocated: int) -> int:
         num_written = self._num_in_state[BlockState.RESERVED] + self._num_in_state[BlockState.QUARANTINED]
         num_left = self.num_allocatable - num_allocated - self._growth_headroom
-        return max(0, min(num_left, self._max_reserved_blocks - num_written))
+        return min(num_left, self._max_reserved_blocks - num_written)
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Takes blocks for computing: active, one user each. Evicts cached blocks where free ones don't suffice.

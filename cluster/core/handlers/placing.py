@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from cluster.core.attempts import Attempt, Leg, LegState
 from cluster.core.handlers.ending import watch_deadline, withdraw_attempt
+from cluster.core.handlers.fetching import start_fetch
 from cluster.core.ids import Outcome, Role, WorkerId
 from cluster.core.leases import Lease, Side
 from cluster.core.limits import EXCLUDE_AFTER_REFUSAL_NS, NS_PER_MS
 from cluster.core.messages import Placed, Reserve, RunLocal
 from cluster.core.parts import Parts
+from cluster.core.prefix_map import BLOCK_HASH_BYTES
 from cluster.core.requests import Phase, Request
 from cluster.core.timers import TimerKey, TimerKind
 from cluster.core.workers import Worker
 from cluster.policy.candidates import MAX_HOLDERS, candidates_of
+from cluster.policy.costs import usual_costs
 from cluster.policy.placement import Candidates, Demand, Placement, Wait, demand_of, place
+from cluster.policy.prefix_fetch import fetch_of
 
 
 def place_waiting(parts: Parts, now_ns: int) -> None:
@@ -30,11 +34,13 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
             num_choices=request.num_choices,
             num_unshared=request.num_unshared,
         )
-        decision = place(demand, _candidates(parts, request), request.excluded, _why_local(parts, request))
+        candidates = _candidates(parts, request)
+        decision = place(demand, candidates, request.excluded, _why_local(parts, request))
         if isinstance(decision, Wait):
             request.waiting_for = decision.reason
             return
         parts.queue.remove(request_id)
+        _fetch_prefix(parts, now_ns, request, candidates, decision)
         request.attempt = request.next_attempt
         request.waiting_for = ""
         if decision.prefill is None:
@@ -60,6 +66,26 @@ def _candidates(parts: Parts, request: Request) -> Candidates:
         num_held_blocks=num_held_blocks,
         links=parts.links,
     )
+
+
+def _fetch_prefix(parts: Parts, now_ns: int, request: Request, candidates: Candidates, placement: Placement) -> None:
+    """Where it is worth it, whoever reads the prompt fetches what another worker has of it, beside the attempt."""
+    if not parts.config.coordinator.fetch_prefixes:
+        return
+    reader = _registered(parts, placement.prefill or placement.decode)
+    workers = {worker.id: worker for worker in (*candidates.prefill, *candidates.decode)}
+    holders = []
+    for worker_id, num_blocks in candidates.num_held_blocks.items():
+        last_hash = request.chain[(num_blocks - 1) * BLOCK_HASH_BYTES : num_blocks * BLOCK_HASH_BYTES]
+        # What it is only expected to compute is not there yet.
+        if num_blocks and last_hash not in parts.prefixes.expected_of(worker_id):
+            holders.append((workers[worker_id], num_blocks))
+    num_own_blocks = candidates.num_held_blocks.get(reader.id, 0)
+    usual = usual_costs(tuple(workers.values()))
+    fetch = fetch_of(reader, holders, num_own_blocks, parts.config.kv.block_size, parts.links, usual)
+    if fetch is not None:
+        request.attempt = request.next_attempt
+        start_fetch(parts, now_ns, request, reader, fetch)
 
 
 def _why_local(parts: Parts, request: Request) -> str | None:
