@@ -190,6 +190,11 @@ class LegControl:
         else:
             self._messages.append(self._fetches.reserve(now_ns, command, body))
 
+    @property
+    def num_fetched_blocks(self) -> int:
+        """Of prefixes, that other workers have pushed here since the start."""
+        return self._fetches.num_fetched_blocks
+
     def next_deadline_ns(self) -> int | None:
         """When a sequence has waited long enough for its prefix."""
         return self._fetches.next_deadline_ns()
@@ -334,11 +339,10 @@ class LegControl:
             self.fail(now_ns, leg, Outcome.REJECTED_OVERLOAD, str(error), retryable=True)
         else:
             self._unstarted[leg.lead_key] = leg
-            if leg.scores_prompt or self._fetches.added(now_ns, leg.lead_key):
-                return
-            if self._config.num_disk_blocks:
+            if not leg.scores_prompt and (self._fetches.is_expecting or self._config.num_disk_blocks):
                 hashes = matchable_hashes(leg.body, self._block_size, self._fingerprint)
-                self._disk_waits.added(now_ns, leg.lead_key, hashes)
+                if not self._fetches.added(now_ns, leg.lead_key, hashes):
+                    self._disk_waits.added(now_ns, leg.lead_key, hashes)
 
     def _may_start(self, attempt: AttemptId) -> bool:
         if self._legs.get(attempt) is not None:

@@ -89,6 +89,11 @@ class WorkerMetrics:
             "Copied back to the KV pool for prompts that hit them.",
             counters.num_loaded_blocks * self._block_size_bytes,
         )
+        yield self._counter(
+            "baton_prefix_cache_fetched_blocks",
+            "Blocks that were fetched from other workers.",
+            self._state.num_fetched_blocks(),
+        )
         blocks = GaugeMetricFamily(
             "baton_prefix_cache_tier_blocks", "Blocks kept in lower tiers.", labels=(*_LABELS, "tier")
         )

@@ -5,6 +5,8 @@ The sequence that wants it is held back in the scheduler meanwhile, for a bounde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cluster.agent.legs import Leg, LegKind, LegTable, Phase, push_key_of
 from cluster.agent.prefix_pins import pin_prefix
 from cluster.agent.pushes import Pushes, PushRefusedError
@@ -31,7 +33,8 @@ from kv_transfer.transport.base import PeerId
 
 
 class PrefixFetches:
-    """Messages for the coordinator are returned; legs of a fetch are known to the leg table alone."""
+    """Messages for the coordinator are returned; legs of a fetch are known to the leg table alone. `num_fetched_blocks`
+    have come here since the start."""
 
     def __init__(
         self,
@@ -54,6 +57,8 @@ class PrefixFetches:
         self._block_size = block_size
         self._fingerprint = fingerprint
         self._max_wait_ns = max_wait_ns
+        self.num_fetched_blocks = 0
+        self._coming: dict[AttemptId, frozenset[bytes]] = {}
         self._waiting: dict[SequenceKey, tuple[AttemptId, int]] = {}
 
     def reserve(self, now_ns: int, command: Reserve, body: RequestBody) -> WorkerMessage:
@@ -82,6 +87,7 @@ class PrefixFetches:
         leg = Leg(attempt=command.attempt, kind=LegKind.PREFIX_SINK, phase=Phase.RESERVED, body=body, created_ns=now_ns)
         leg.peer, leg.pinned_blocks = grant.sender, pinned
         self._legs.add(leg)
+        self._coming[leg.attempt] = frozenset(hashes[len(pinned) :])
         return ReserveGranted(
             attempt=command.attempt,
             lease_id=command.lease_id,
@@ -141,6 +147,7 @@ class PrefixFetches:
             parent_hash = hashes[index - 1] if index else ROOT_HASH
             blocks.append(self._pool.index(block_id, hashes[index], parent_hash))
         self._pool.release(blocks)
+        self.num_fetched_blocks += len(committed)
         self._legs.remove(leg)
         return [
             Committed(attempt=leg.attempt, timeline=leg.timeline(now_ns)),
@@ -149,29 +156,42 @@ class PrefixFetches:
 
     # ---- who waits for it ----
 
-    def added(self, now_ns: int, key: SequenceKey) -> bool:
-        """The scheduler has that sequence now. Whether it waits for a fetch."""
-        for leg in self._legs:
-            is_coming = leg.kind is LegKind.PREFIX_SINK and leg.phase is Phase.RESERVED
-            if is_coming and leg.attempt.request_id == key.request_id:
-                self._waiting[key] = leg.attempt, now_ns + self._max_wait_ns
+    @property
+    def is_expecting(self) -> bool:
+        """Whether anything is to come, so that `added` should be asked."""
+        return bool(self._coming)
+
+    def added(self, now_ns: int, key: SequenceKey, hashes: Sequence[bytes]) -> bool:
+        """The scheduler has that sequence now; `hashes` are of its blocks that may be found. Whether it waits for a
+        fetch: its own, or one for another prompt with the same beginning."""
+        num_here = len(self._pool.match(hashes))
+        num_here += self._pool.num_loadable(hashes[num_here:])
+        missing = hashes[num_here : num_here + 1]
+        for attempt, coming in self._coming.items():
+            if missing and missing[0] in coming and self._is_coming(attempt):
+                self._waiting[key] = attempt, now_ns + self._max_wait_ns
                 self._scheduler.hold_back(key, is_held_back=True)
                 return True
         return False
 
     def settle(self, now_ns: int) -> list[Leg]:
         """Lets go of those whose fetch is over, or has taken too long: these are returned, and are to be given up."""
-        late: list[Leg] = []
+        late: dict[AttemptId, Leg] = {}
         for key, (attempt, deadline_ns) in list(self._waiting.items()):
-            leg = self._legs.get(attempt)
-            is_under_way = leg is not None and leg.phase is Phase.RESERVED
-            if is_under_way and now_ns < deadline_ns and self._scheduler.has(key):
+            if self._is_coming(attempt) and now_ns < deadline_ns and self._scheduler.has(key):
                 continue
             del self._waiting[key]
             self._scheduler.hold_back(key, is_held_back=False)
-            if leg is not None and is_under_way:
-                late.append(leg)
-        return late
+            leg = self._legs.get(attempt)
+            if leg is not None and now_ns >= deadline_ns and self._is_coming(attempt):
+                late[attempt] = leg
+        for attempt in [attempt for attempt in self._coming if not self._is_coming(attempt)]:
+            del self._coming[attempt]
+        return list(late.values())
+
+    def _is_coming(self, attempt: AttemptId) -> bool:
+        leg = self._legs.get(attempt)
+        return leg is not None and leg.phase is Phase.RESERVED
 
     def next_deadline_ns(self) -> int | None:
         return min((deadline_ns for _, deadline_ns in self._waiting.values()), default=None)

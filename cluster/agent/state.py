@@ -170,6 +170,10 @@ class WorkerState:
         """Whether that push goes on here: nobody else may write to its blocks, and it has not been given up."""
         return self._pushes.is_receiving(key)
 
+    def num_fetched_blocks(self) -> int:
+        """Of prefixes, that other workers have pushed here since the start."""
+        return self._control.num_fetched_blocks
+
     def num_legs(self) -> int:
         """Attempts of which anything is held or computed here."""
         return len(self._legs)
