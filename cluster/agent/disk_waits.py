@@ -41,3 +41,6 @@ class DiskWaits:
 
     def next_deadline_ns(self) -> int | None:
         return min((wait.deadline_ns for wait in self._waits.values()), default=None)
+
+    def check_invariants(self) -> None:
+        assert all(wait.hashes for wait in self._waits.values()), "somebody waits for nothing"

@@ -191,6 +191,7 @@ class WorkerState:
         self._outbox.check_invariants()
         self._legs.check_invariants()
         self._control.check_invariants()
+        self._disk_waits.check_invariants()
         self._link.check_invariants()
 
     # ---- inside ----------------------------------------------------------------------------------------------
