@@ -86,16 +86,7 @@ class LegControl:
         self._links = links
         self._disk_waits = disk_waits
         self._last_chunks = LastChunks(pushes, num_layers=config.num_layers, block_size=self._block_size)
-        self._fetches = PrefixFetches(
-            peer=self._peer,
-            pool=pool,
-            pushes=pushes,
-            legs=legs,
-            scheduler=stepper.scheduler,
-            block_size=self._block_size,
-            fingerprint=self._fingerprint,
-            max_wait_ns=config.limits.max_fetch_wait_ns,
-        )
+        self.fetches = PrefixFetches(config, pool=pool, pushes=pushes, legs=legs, scheduler=stepper.scheduler)
         self._unstarted: dict[SequenceKey, Leg] = {}
         self._lost_peers: Recent[PeerId | None, None] = Recent(config.push_limits.max_fenced_lives)
         self._messages: list[WorkerMessage] = []
@@ -160,7 +151,7 @@ class LegControl:
         if not self._may_start(command.attempt):
             return
         if command.num_prefix_blocks:
-            refusal = self._fetches.send(now_ns, command, body)
+            refusal = self.fetches.send(now_ns, command, body)
             if refusal is not None:
                 self.refuse(command.attempt, Outcome.TRANSFER_FAILED, refusal)
             return
@@ -188,16 +179,7 @@ class LegControl:
         if self._legs.is_forbidden(command.attempt) or len(self._legs) >= self._config.limits.max_legs:
             self._refuse(command.attempt, "cancelled before it came, or too many attempts are here")
         else:
-            self._messages.append(self._fetches.reserve(now_ns, command, body))
-
-    @property
-    def num_fetched_blocks(self) -> int:
-        """Of prefixes, that other workers have pushed here since the start."""
-        return self._fetches.num_fetched_blocks
-
-    def next_deadline_ns(self) -> int | None:
-        """When a sequence has waited long enough for its prefix."""
-        return self._fetches.next_deadline_ns()
+            self._messages.append(self.fetches.reserve(now_ns, command, body))
 
     def run_local(self, now_ns: int, command: RunLocal, body: RequestBody) -> None:
         """Decode without a prefill worker: prompt and answer are computed here."""
@@ -295,7 +277,7 @@ class LegControl:
             leg = self._legs.get(attempt)
             if leg is not None:
                 self.fail(now_ns, leg, Outcome.CANCELLED, "the front does not read its tokens", retryable=False)
-        for late in self._fetches.settle(now_ns):
+        for late in self.fetches.settle(now_ns):
             self.fail(now_ns, late, Outcome.TRANSFER_FAILED, "the prefix did not come in time", retryable=True)
         self._settle_pushes(now_ns)
         for leg in self._legs.leaving():
@@ -339,9 +321,9 @@ class LegControl:
             self.fail(now_ns, leg, Outcome.REJECTED_OVERLOAD, str(error), retryable=True)
         else:
             self._unstarted[leg.lead_key] = leg
-            if not leg.scores_prompt and (self._fetches.is_expecting or self._config.num_disk_blocks):
+            if not leg.scores_prompt and (self.fetches.is_expecting or self._config.num_disk_blocks):
                 hashes = matchable_hashes(leg.body, self._block_size, self._fingerprint)
-                if not self._fetches.added(now_ns, leg.lead_key, hashes):
+                if not self.fetches.added(now_ns, leg.lead_key, hashes):
                     self._disk_waits.added(now_ns, leg.lead_key, hashes)
 
     def _may_start(self, attempt: AttemptId) -> bool:
@@ -424,7 +406,7 @@ class LegControl:
         leg = self._legs.of_push(arrived.key)
         assert leg is not None and leg.phase is Phase.RESERVED, f"a push arrived for {arrived.key}, which does not wait"
         if leg.kind is LegKind.PREFIX_SINK:
-            self._messages += self._fetches.arrived(now_ns, leg, arrived)
+            self._messages += self.fetches.arrived(now_ns, leg, arrived)
             return
         mismatch = mismatch_of(leg, arrived, self._block_size)
         if mismatch is not None:
@@ -498,7 +480,7 @@ class LegControl:
 
     def check_invariants(self) -> None:
         self._last_chunks.check_invariants()
-        self._fetches.check_invariants()
+        self.fetches.check_invariants()
         for key, leg in self._unstarted.items():
             assert leg.lead_key == key and self._legs.get(leg.attempt) is leg and leg.phase is Phase.RUNNING
         for leg in self._legs:

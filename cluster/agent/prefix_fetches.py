@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.agent.legs import Leg, LegKind, LegTable, Phase, push_key_of
+from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.prefix_pins import pin_prefix
 from cluster.agent.pushes import Pushes, PushRefusedError
 from cluster.agent.translation import block_grants, matchable_hashes, peer_of
@@ -29,7 +30,6 @@ from engine.core.request import RequestBody
 from engine.core.scheduler import Scheduler
 from engine.core.step import SequenceKey
 from kv_transfer.protocol.messages import Grant, PushArrived
-from kv_transfer.transport.base import PeerId
 
 
 class PrefixFetches:
@@ -37,26 +37,16 @@ class PrefixFetches:
     have come here since the start."""
 
     def __init__(
-        self,
-        *,
-        peer: PeerId,
-        pool: BlockPool,
-        pushes: Pushes,
-        legs: LegTable,
-        scheduler: Scheduler,
-        block_size: int,
-        fingerprint: str,
-        max_wait_ns: int,
+        self, config: WorkerStateConfig, *, pool: BlockPool, pushes: Pushes, legs: LegTable, scheduler: Scheduler
     ) -> None:
-        """`peer`: this life, as its peers know it."""
-        self._peer = peer
+        self._peer = peer_of(config.hello.ref.worker)
         self._pool = pool
         self._pushes = pushes
         self._legs = legs
         self._scheduler = scheduler
-        self._block_size = block_size
-        self._fingerprint = fingerprint
-        self._max_wait_ns = max_wait_ns
+        self._block_size = config.scheduler.block_size
+        self._fingerprint = config.model_fingerprint
+        self._max_wait_ns = config.limits.max_fetch_wait_ns
         self.num_fetched_blocks = 0
         self._coming: dict[AttemptId, frozenset[bytes]] = {}
         self._waiting: dict[SequenceKey, tuple[AttemptId, int]] = {}

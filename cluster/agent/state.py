@@ -122,7 +122,7 @@ class WorkerState:
             self._pushes.next_deadline_ns(),
             self._outbox.next_deadline_ns(),
             self._disk_waits.next_deadline_ns(),
-            self._control.next_deadline_ns(),
+            self._control.fetches.next_deadline_ns(),
             self._block_reporter.next_deadline_ns() if self._link.is_registered else None,
             self._step_due_ns,
             self._leave_due_ns(),
@@ -172,7 +172,7 @@ class WorkerState:
 
     def num_fetched_blocks(self) -> int:
         """Of prefixes, that other workers have pushed here since the start."""
-        return self._control.num_fetched_blocks
+        return self._control.fetches.num_fetched_blocks
 
     def num_legs(self) -> int:
         """Attempts of which anything is held or computed here."""
