@@ -13,6 +13,8 @@ from engine.attention.kv_cache import KVCache, KVLayout, PoolBuffer
 from engine.attention.select import DeviceUnavailableError, select_backend, select_device
 from engine.core.sampling import SamplingParams
 from engine.core.step import ScoredToken, SequenceKey, SequenceStep, StepPlan, StepResult
+from engine.core.tiers import BlockCopy
+from engine.host_cache import HostCache
 from engine.model.config import ModelConfig, kv_block_size_bytes, resolve_dtype
 from engine.model.decoder import DecoderModel
 from engine.model.device_sampler import DeviceSampler
@@ -36,9 +38,11 @@ class Runner:
     The number of threads of torch itself is the process's business (`torch.set_num_threads`, once, at its entry).
     """
 
-    def __init__(self, model: DecoderModel | TransformersModel) -> None:
+    def __init__(self, model: DecoderModel | TransformersModel, num_host_blocks: int = 0) -> None:
+        """`num_host_blocks`: slots of the host tier below the pool."""
         self.config = model.config
         self.cache = model.cache
+        self.host_cache = HostCache(model.cache, num_host_blocks) if num_host_blocks else None
         self._model = model
         self._sampler: Sampler | DeviceSampler
         if model.cache.pool_BLKCSD.device.type == "cpu":
@@ -69,6 +73,7 @@ class Runner:
         buffer: PoolBuffer | None = None,
         progress: LoadProgress | None = None,
         device: str = "cpu",
+        num_host_blocks: int = 0,
     ) -> Runner:
         """Load a Hugging Face directory.
 
@@ -80,6 +85,7 @@ class Runner:
                 host's, so that the device can only be the CPU.
             progress: called with the bytes of weights read so far, and in all.
             device: what computes: "cpu", "cuda", or "auto" for a GPU if there is one that can serve the model.
+            num_host_blocks: slots of the host tier below the pool.
 
         Raises:
             FileNotFoundError: there is no config.json.
@@ -93,15 +99,15 @@ class Runner:
         layout = KVLayout.for_model(config, dtype=dtype_name, num_blocks=num_blocks, block_size=block_size)
         cache, backend = _pool_and_backend(config, layout, device, buffer, num_threads)
         if isinstance(config, TransformersConfig):
-            return cls(load_transformers_model(Path(model_dir), config, dtype_name, backend, cache))
+            return cls(load_transformers_model(Path(model_dir), config, dtype_name, backend, cache), num_host_blocks)
         with torch.inference_mode():
             weights = load_weights(Path(model_dir), config, dtype_name, progress)
             weights = on_device(weights, cache.pool_BLKCSD.device)
-            return cls(DecoderModel(config, dtype_name, weights, backend, cache))
+            return cls(DecoderModel(config, dtype_name, weights, backend, cache), num_host_blocks)
 
     def run(self, plan: StepPlan, on_layer_written: LayerWritten | None = None) -> StepResult:
-        """One forward pass: writes the KV of all the plan's tokens, draws tokens where a sequence samples, and computes
-        the log-probabilities of prompt tokens where they are wanted.
+        """One forward pass: makes the plan's copies, writes the KV of all its tokens, draws tokens where a sequence
+        samples, and computes the log-probabilities of prompt tokens where they are wanted.
 
         `on_layer_written` is called with each layer's index as soon as the step's KV of that layer is in the pool.
 
@@ -110,12 +116,21 @@ class Runner:
         """
         if not plan.sequences:
             return StepResult(step_id=plan.step_id)
+        if plan.copies:
+            self.copy_blocks(plan.copies)
         if self._is_torch_free and all(map(is_greedy_only, plan.sequences)):
             # Then torch computes nothing, and its mode need not be set: what it takes to set it has left the caches
             # since the last step, and comes back from memory for half as long as all else of Python's part.
             return self._run(plan, on_layer_written)
         with torch.inference_mode():
             return self._run(plan, on_layer_written)
+
+    def copy_blocks(self, copies: tuple[BlockCopy, ...]) -> None:
+        """Between the pool and the host tier, in this order. Also on another thread than the engine's, if the running
+        step uses neither these blocks nor these slots."""
+        assert self.host_cache is not None, "there is no host tier to copy to"
+        with torch.inference_mode():
+            self.host_cache.copy(copies)
 
     def _run(self, plan: StepPlan, on_layer_written: LayerWritten | None) -> StepResult:
         logits_RV = self._model.forward(self._builder.build(plan), on_layer_written)

@@ -14,8 +14,11 @@ from cluster.agent.settings import RoleProfile, WorkerSettings
 from cluster.core.limits import NS_PER_S
 from cluster.core.messages import Prefill, RankEndpoint, RunLocal, WorkerHello, WorkerLoad, WorkerRef
 from engine.attention.base import LayerWritten
+from engine.core.disk_tier import DiskResult, DiskWork
 from engine.core.scheduler import SchedulerConfig
 from engine.core.step import StepPlan, StepResult
+from engine.core.tiers import BlockCopy
+from engine.disk_cache import DiskCache
 from engine.model.config import ModelShape, model_fingerprint
 from engine.model.select import read_model
 from engine.runner import Runner
@@ -34,6 +37,7 @@ class Engine:
     Attributes:
         transport: registered on the pool's memory. fingerprint, name: of the model; the name is for people.
         computed_by: what computes the model, as `baton status` shows it.
+        disk_cache: the files of the prefix cache, None for none. on_disk: what an earlier life left in them.
     """
 
     def __init__(
@@ -46,6 +50,8 @@ class Engine:
         fingerprint: str,
         name: str,
         computed_by: str,
+        disk_cache: DiskCache | None = None,
+        on_disk: tuple[tuple[bytes, bytes], ...] = (),
     ) -> None:
         self._runner: Runner | None = runner
         self._pool = pool
@@ -55,6 +61,8 @@ class Engine:
         self.fingerprint = fingerprint
         self.name = name
         self.computed_by = computed_by
+        self.disk_cache = disk_cache
+        self.on_disk = on_disk
 
     @property
     def transport(self) -> AutoTransport:
@@ -65,6 +73,16 @@ class Engine:
         assert self._runner is not None, "the engine is closed"
         return self._runner.run(plan, on_layer_written)
 
+    def copy_blocks(self, copies: tuple[BlockCopy, ...]) -> None:
+        """Between the pool and the host tier, of blocks and slots that no running step uses; on any thread."""
+        assert self._runner is not None, "the engine is closed"
+        self._runner.copy_blocks(copies)
+
+    def do_disk_work(self, work: DiskWork) -> DiskResult:
+        """Between the host tier and files; on one thread at a time."""
+        assert self._runner is not None and self.disk_cache is not None, "the engine is closed, or has no files"
+        return self.disk_cache.do(work)
+
     def checksums(self, block_ids: tuple[int, ...], layers: range) -> list[int]:
         """Of these layers of blocks as they are in the pool; on any thread."""
         assert self._memory is not None, "the engine is closed"
@@ -73,6 +91,7 @@ class Engine:
     def close(self) -> None:
         """Gives model and pool back. Nothing may be running."""
         self._runner = None
+        self.disk_cache = None
         self._memory = None
         self._pool.close()
 
@@ -105,8 +124,11 @@ def load_engine(settings: WorkerSettings, profile: RoleProfile) -> Engine:
             settings.threads,
             buffer=pool.buffer if takes_pushes else None,
             device=settings.device,
+            num_host_blocks=settings.num_host_blocks,
         )
         runner.warm_up(settings.max_step_tokens, settings.max_running)
+        fingerprint = model_fingerprint(settings.model_dir, settings.revision)
+        disk_cache = _open_disk_cache(settings, runner, f"{fingerprint} {layout.compatibility()}")
     except BaseException:
         pool.close()
         raise
@@ -115,10 +137,22 @@ def load_engine(settings: WorkerSettings, profile: RoleProfile) -> Engine:
         pool,
         scheduler=scheduler,
         layout=layout,
-        fingerprint=model_fingerprint(settings.model_dir, settings.revision),
+        fingerprint=fingerprint,
         name=settings.model_dir.name,
         computed_by=config.engine,
+        disk_cache=disk_cache,
+        on_disk=() if disk_cache is None else disk_cache.scan(settings.num_disk_blocks),
     )
+
+
+def _open_disk_cache(settings: WorkerSettings, runner: Runner, layout: str) -> DiskCache | None:
+    """In a directory of the worker's own name, which it alone uses."""
+    if settings.disk_cache_dir is None or not settings.num_disk_blocks:
+        return None
+    if runner.host_cache is None:
+        raise ValueError("disk_cache: blocks go to disk by way of host memory, which needs host_cache as well")
+    slot_bytes = runner.host_cache.slot_bytes
+    return DiskCache(settings.disk_cache_dir / settings.worker.name, layout, slot_bytes, len(slot_bytes(0)))
 
 
 def _scheduler_config(settings: WorkerSettings, profile: RoleProfile, model: ModelShape) -> SchedulerConfig:
@@ -163,6 +197,9 @@ def state_config(
         hello=hello,
         scheduler=engine.scheduler,
         num_blocks=settings.num_blocks,
+        num_host_blocks=settings.num_host_blocks,
+        num_disk_blocks=0 if engine.disk_cache is None else settings.num_disk_blocks,
+        on_disk=engine.on_disk,
         num_layers=engine.layout.num_layers,
         model_fingerprint=engine.fingerprint,
         accepts=accepts,

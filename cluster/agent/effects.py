@@ -12,14 +12,18 @@ from cluster.core.drain_orders import Leave
 from cluster.core.ids import FrontId
 from cluster.core.messages import RankEndpoint, WorkerMessage
 from cluster.core.token_messages import TokenRun
+from engine.core.disk_tier import DiskWork
 from engine.core.step import StepPlan
+from engine.core.tiers import BlockCopy
 from kv_transfer.protocol.messages import CancelWrite, FencePeer, SendMessage, VerifyBlocks, WriteBlocks
 from kv_transfer.transport.base import PeerId
 
 __all__ = [
     "CancelWrite",
     "ConnectPeer",
+    "CopyBlocks",
     "Effect",
+    "DoDiskWork",
     "FencePeer",
     "RefuseFront",
     "RunStep",
@@ -37,6 +41,22 @@ class ToCoordinator:
     """Send on the control stream; dropped if that has just ended (the next hello carries an inventory)."""
 
     message: WorkerMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyBlocks:
+    """Copy between the pool and the host tier, in this order, before the effects that follow. A step may be running: it
+    uses neither these blocks nor these slots."""
+
+    copies: tuple[BlockCopy, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoDiskWork:
+    """Read and write files of the prefix cache, after what was asked for before; answered by exactly one DiskWorkDone.
+    Until then nothing else writes to the slots that it names."""
+
+    work: DiskWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +104,8 @@ class Shutdown:
 
 Effect = (
     ToCoordinator
+    | CopyBlocks
+    | DoDiskWork
     | RunStep
     | SendRuns
     | RefuseFront

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cluster.core.ids import FrontId
 from cluster.core.messages import Command
 from cluster.core.token_messages import Forget, Watch
+from engine.core.disk_tier import DiskResult
 from engine.core.request import RequestBody
 from engine.core.step import StepResult
 from kv_transfer.protocol.messages import PushKey, PushMessage
@@ -66,6 +67,13 @@ class StepFailed:
     """The runner raised: nothing of the plan can be trusted."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskWorkDone:
+    """Answers DoDiskWork."""
+
+    result: DiskResult
 
 
 # ---- data connection ------------------------------------------------------------------------------------------
@@ -172,6 +180,7 @@ Event = (
     | LayersWritten
     | StepDone
     | StepFailed
+    | DiskWorkDone
     | PeerConnected
     | PeerConnectFailed
     | PeerGone

@@ -25,6 +25,8 @@ def inventory_of(legs: LegTable, outbox: Outbox, leases: tuple[LeaseInfo, ...], 
     finished = dict.fromkeys(outbox.finished())
     held = []
     for leg in legs:
+        if leg.kind.is_fetch:
+            continue  # nobody needs one; whoever does not know its lease has it cancelled
         lease = by_attempt.get(leg.attempt)
         held.append(
             HeldLeg(

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cluster.agent.disk_waits import DiskWaits
 from cluster.agent.last_chunks import LastChunks
 from cluster.agent.leg_output import LegOutput
 from cluster.agent.legs import Leg, LegKind, LegTable, Phase, push_key_of
 from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.outbox import Outbox
 from cluster.agent.peer_links import PeerLinks
+from cluster.agent.prefix_fetches import PrefixFetches
+from cluster.agent.prefix_pins import pin_prefix
 from cluster.agent.pushes import Pushes, PushRefusedError
 from cluster.agent.step_limits import StepLimits
 from cluster.agent.stepper import Stepper
@@ -72,6 +75,7 @@ class LegControl:
         outbox: Outbox,
         legs: LegTable,
         links: PeerLinks,
+        disk_waits: DiskWaits,
     ) -> None:
         self._config = config
         self._block_size = config.scheduler.block_size
@@ -84,7 +88,9 @@ class LegControl:
         self._output = LegOutput(outbox)
         self._legs = legs
         self._links = links
+        self._disk_waits = disk_waits
         self._last_chunks = LastChunks(pushes, num_layers=config.num_layers, block_size=self._block_size)
+        self.fetches = PrefixFetches(config, pool=pool, pushes=pushes, legs=legs, scheduler=stepper.scheduler)
         self._unstarted: dict[SequenceKey, Leg] = {}
         self._step_limits = StepLimits()
         self._trials = Trials(legs, config.limits.num_trial_steps)
@@ -101,12 +107,18 @@ class LegControl:
         """Decode: pins what is cached of the prompt and reserves blocks for the rest, or refuses and holds nothing."""
         if self._legs.get(command.attempt) is not None:
             return
+        if command.num_prefix_blocks:
+            self._reserve_prefix(now_ns, command, body)
+            return
         refusal = self._reserve_refusal(command, body)
         if refusal is not None:
             self._refuse(command.attempt, refusal)
             return
-        cached = self._pool.match(matchable_hashes(body, self._block_size, self._fingerprint))
-        self._pool.acquire(cached)
+        # Each sibling has a block for what it does not share.
+        num_blocks = num_blocks_for(command.num_tokens, self._block_size) + len(body.siblings)
+        hashes = matchable_hashes(body, self._block_size, self._fingerprint)
+        pinned = pin_prefix(self._pool, hashes, num_blocks)
+        cached = pinned.block_ids
         grant = Grant(
             key=push_key_of(command.attempt),
             lease_id=command.lease_id,
@@ -115,10 +127,8 @@ class LegControl:
             blocks=(),
             ttl_ns=command.ttl_ms * NS_PER_MS,
         )
-        # Each sibling has a block for what it does not share.
-        num_blocks = num_blocks_for(command.num_tokens, self._block_size) + len(body.siblings) - len(cached)
         try:
-            blocks = self._pushes.reserve(now_ns, grant, num_cached=len(cached), num_blocks=num_blocks)
+            blocks = self._pushes.reserve(now_ns, grant, num_cached=len(cached), num_blocks=num_blocks - len(cached))
         except (OutOfBlocksError, PushRefusedError) as error:
             self._pool.release(cached)
             if self._pushes.is_fenced(grant.sender):
@@ -132,7 +142,8 @@ class LegControl:
         if command.is_trial:
             self._trials.begin(leg.attempt)
         leg.num_cached_tokens = len(cached) * self._block_size
-        self._pool.count_lookup(body.num_input_tokens, leg.num_cached_tokens)
+        num_loaded_tokens = pinned.num_loaded * self._block_size
+        self._pool.count_lookup(body.num_input_tokens, leg.num_cached_tokens, num_loaded_tokens)
         self._messages.append(
             ReserveGranted(
                 attempt=command.attempt,
@@ -146,6 +157,11 @@ class LegControl:
     def prefill(self, now_ns: int, command: Prefill, body: RequestBody) -> None:
         """Prefill: starts the push (and with it the renewal of its lease) and queues the prompt."""
         if not self._may_start(command.attempt):
+            return
+        if command.num_prefix_blocks:
+            refusal = self.fetches.send(now_ns, command, body)
+            if refusal is not None:
+                self.refuse(command.attempt, Outcome.TRANSFER_FAILED, refusal)
             return
         leg = self._add_leg(now_ns, command.attempt, LegKind.PREFILL, Phase.RUNNING, body)
         leg.peer = peer_of(command.destination.worker)
@@ -166,6 +182,12 @@ class LegControl:
             return
         self._last_chunks.add(leg)
         self._start(now_ns, leg, SequenceMode.PREFILL_ONLY)
+
+    def _reserve_prefix(self, now_ns: int, command: Reserve, body: RequestBody) -> None:
+        if self._legs.is_forbidden(command.attempt) or len(self._legs) >= self._config.limits.max_legs:
+            self._refuse(command.attempt, "cancelled before it came, or too many attempts are here")
+        else:
+            self._messages.append(self.fetches.reserve(now_ns, command, body))
 
     def run_local(self, now_ns: int, command: RunLocal, body: RequestBody) -> None:
         """Prompt and answer are computed here, without a push."""
@@ -277,6 +299,8 @@ class LegControl:
             leg = self._legs.get(attempt)
             if leg is not None:
                 self.fail(now_ns, leg, Outcome.CANCELLED, "the front does not read its tokens", retryable=False)
+        for late in self.fetches.settle(now_ns):
+            self.fail(now_ns, late, Outcome.TRANSFER_FAILED, "the prefix did not come in time", retryable=True)
         self._settle_pushes(now_ns)
         for leg in self._legs.leaving():
             if not (leg.is_unsettled or self._holds_sequences(leg) or self._pushes.holds(leg.push_key)):
@@ -333,6 +357,10 @@ class LegControl:
             self.fail(now_ns, leg, Outcome.REJECTED_OVERLOAD, str(error), retryable=True)
         else:
             self._unstarted[leg.lead_key] = leg
+            if not leg.scores_prompt and (self.fetches.is_expecting or self._config.num_disk_blocks):
+                hashes = matchable_hashes(leg.body, self._block_size, self._fingerprint)
+                if not self.fetches.added(now_ns, leg.lead_key, hashes):
+                    self._disk_waits.added(now_ns, leg.lead_key, hashes)
 
     def _may_start(self, attempt: AttemptId) -> bool:
         if self._legs.get(attempt) is not None:
@@ -413,6 +441,9 @@ class LegControl:
         """Decode: takes the KV over, or fails closed."""
         leg = self._legs.of_push(arrived.key)
         assert leg is not None and leg.phase is Phase.RESERVED, f"a push arrived for {arrived.key}, which does not wait"
+        if leg.kind is LegKind.PREFIX_SINK:
+            self._messages += self.fetches.arrived(now_ns, leg, arrived)
+            return
         mismatch = mismatch_of(leg, arrived, self._block_size)
         if mismatch is not None:
             self._pushes.commit_failed(now_ns, arrived.key, mismatch)
@@ -490,6 +521,7 @@ class LegControl:
             limited = self._legs.of_sequence(key)
             assert limited is not None and limited.phase is Phase.RUNNING and limited.first_token_ns is None
         self._trials.check_invariants()
+        self.fetches.check_invariants()
         for key, leg in self._unstarted.items():
             assert leg.lead_key == key and self._legs.get(leg.attempt) is leg and leg.phase is Phase.RUNNING
         for leg in self._legs:

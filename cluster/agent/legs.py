@@ -20,6 +20,14 @@ class LegKind(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     LOCAL = "local"
+    PREFIX_SOURCE = "prefix_source"
+    """Pushes a cached prefix to another worker."""
+    PREFIX_SINK = "prefix_sink"
+    """Waits for one."""
+
+    @property
+    def is_fetch(self) -> bool:
+        return self in (LegKind.PREFIX_SOURCE, LegKind.PREFIX_SINK)
 
 
 class Phase(Enum):
@@ -99,7 +107,7 @@ class Leg:
     @property
     def scores_prompt(self) -> bool:
         """Whether this leg computes log-probabilities of the prompt."""
-        return self.kind is not LegKind.DECODE and self.body.num_scores > 0
+        return self.kind in (LegKind.PREFILL, LegKind.LOCAL) and self.body.num_scores > 0
 
     def end_choice(self, choice: int, outcome: Outcome, num_tokens: int) -> None:
         """That answer has ended, with so many tokens. One cut for its length makes the whole one cut."""
@@ -180,8 +188,10 @@ class LegTable:
         assert self._num_leaving == sum(leg.is_leaving for leg in self._legs.values())
         for attempt, leg in self._legs.items():
             assert leg.attempt == attempt
-            assert leg.phase is not Phase.RESERVED or leg.kind is LegKind.DECODE, f"{attempt}: {leg.kind} is reserved"
-            assert leg.phase is not Phase.PUSHING or leg.kind is LegKind.PREFILL, f"{attempt}: {leg.kind} is pushing"
+            is_receiving = leg.kind in (LegKind.DECODE, LegKind.PREFIX_SINK)
+            assert leg.phase is not Phase.RESERVED or is_receiving, f"{attempt}: {leg.kind} is reserved"
+            is_sending = leg.kind in (LegKind.PREFILL, LegKind.PREFIX_SOURCE)
+            assert leg.phase is not Phase.PUSHING or is_sending, f"{attempt}: {leg.kind} is pushing"
             assert not leg.is_unsettled or leg.phase is Phase.CLOSING, f"{attempt}: unsettled in phase {leg.phase}"
             assert not leg.pinned_blocks or leg.phase is Phase.RESERVED, f"{attempt}: pins in phase {leg.phase}"
 

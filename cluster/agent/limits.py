@@ -44,6 +44,10 @@ class AgentLimits:
     block_events_interval_ns: int = 50_000_000
     """Changes of the prefix cache are told to the coordinator together, this far apart. It uses them as hints."""
     max_hashes_per_block_events: int = 4_096
+    max_fetch_wait_ns: int = NS_PER_S
+    """So long a prompt waits for its beginning from another worker; what has not come by then is computed."""
+    max_disk_wait_ns: int = 100_000_000
+    """So long a prompt waits for blocks that are read from files; what has not come by then is computed."""
     max_step_failures: int = 3
     """Steps that may fail in a row before the worker gives itself up."""
     max_failed_sequences: int = 16
@@ -74,7 +78,9 @@ class WorkerStateConfig:
 
     Attributes:
         hello: what the worker says of itself when it registers; load and inventory are filled in each time.
-        num_blocks: size of the KV pool. num_layers: of a block. model_fingerprint: part of every block hash.
+        num_blocks: size of the KV pool. num_host_blocks: of the tier in host memory below it.
+        num_disk_blocks: of that in files. on_disk: (hash, parent's hash) of what an earlier life left there.
+        num_layers: of a block. model_fingerprint: part of every block hash.
         accepts: the kinds of work that the worker's role takes; any other is refused.
         max_reserved_blocks: watermark on reserved plus quarantined blocks, None for the pool's default.
         checksums: which pushed blocks are summed and verified.
@@ -86,6 +92,9 @@ class WorkerStateConfig:
     num_layers: int
     model_fingerprint: str
     accepts: tuple[type[Work], ...] = (Reserve, Prefill, RunLocal)
+    num_host_blocks: int = 0
+    num_disk_blocks: int = 0
+    on_disk: tuple[tuple[bytes, bytes], ...] = ()
     max_reserved_blocks: int | None = None
     checksums: Checksums = Checksums.FULL
     push_limits: PushLimits = field(default_factory=PushLimits)

@@ -89,6 +89,9 @@ def _settings(profile: RoleProfile, options: argparse.Namespace) -> WorkerSettin
         model_dir=options.model,
         dtype=options.dtype,
         num_blocks=options.kv_blocks,
+        num_host_blocks=options.host_cache_blocks,
+        num_disk_blocks=options.disk_cache_blocks,
+        disk_cache_dir=options.disk_cache_dir,
         block_size=options.block_size,
         max_model_tokens=options.max_model_tokens,
         revision=options.revision,
@@ -118,6 +121,9 @@ def _parser(profile: RoleProfile) -> argparse.ArgumentParser:
     add("--coordinator", required=True, metavar="HOST:PORT", help="the coordinator's control address")
     add("--model", required=True, type=Path, metavar="DIR", help="a Hugging Face model directory")
     add("--kv-blocks", required=True, type=int, metavar="N", help="size of the KV pool")
+    add("--host-cache-blocks", type=int, default=0, metavar="N", help="evicted blocks that are kept in host memory")
+    add("--disk-cache-blocks", type=int, default=0, metavar="N", help="and in files, by way of host memory")
+    add("--disk-cache-dir", type=Path, metavar="DIR", help="where: in a directory of the worker's name")
     add("--name", required=True, help="the worker's name, unique in the cluster")
     add("--pool", default=role, help="the pool that the worker belongs to")
     add("--incarnation", type=int, metavar="N", help="higher than in every earlier life; by default the time in ms")

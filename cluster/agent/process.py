@@ -31,6 +31,7 @@ from cluster.agent.transport_port import TransportPort
 from cluster.core.drain_orders import Leave
 from cluster.wire.channels import bind, make_server
 from cluster.wire.metrics_server import MetricsServer
+from engine.core.disk_tier import DiskResult
 from engine.core.step import StepResult
 from kv_transfer.protocol.ranks import bad_blocks
 
@@ -152,6 +153,7 @@ class _Worker:
         self._engine = engine
         self._engine_thread = engine_thread
         self._verifier = JobThread("verifier", self._loop)
+        self._disk_thread = JobThread("disk", self._loop)
         self._state = WorkerState(config, time.monotonic_ns())
         self._is_leaving = False
         self.leave_order: Leave | None = None
@@ -162,7 +164,7 @@ class _Worker:
         self._is_handling = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns: int | None = None
-        self.metrics = WorkerMetrics(settings, self._state)
+        self.metrics = WorkerMetrics(settings, self._state, config.hello.block_size_bytes, engine.disk_cache)
         self.tokens = TokenService(settings.worker, self.post)
         self.control = ControlClient(settings.coordinator_address, self.post)
         self.transport = TransportPort(engine.transport, engine.layout, post=self.post)
@@ -178,6 +180,7 @@ class _Worker:
             self._timer.cancel()
         self.tokens.close()
         self._verifier.close(THREAD_STOP_TIMEOUT_S)
+        self._disk_thread.close(THREAD_STOP_TIMEOUT_S)
 
     def leave(self) -> None:
         """Takes nothing new; `ended` follows in WorkerState's own time."""
@@ -217,6 +220,11 @@ class _Worker:
         match effect:
             case fx.RunStep():
                 self._run_step(effect)
+            case fx.CopyBlocks(copies=copies):
+                # On the loop's thread: what follows must not be told, nor any step planned, before the bytes are there.
+                self._engine.copy_blocks(copies)
+            case fx.DoDiskWork():
+                self._do_disk_work(effect)
             case fx.SendRuns(front=front, runs=runs):
                 self.tokens.send(front, runs)
             case fx.RefuseFront(front=front):
@@ -282,6 +290,15 @@ class _Worker:
             self._end(RuntimeError(f"cannot verify blocks: {error}"))
 
         self._verifier.submit(lambda: self._engine.checksums(effect.block_ids, effect.layers), done, failed)
+
+    def _do_disk_work(self, effect: fx.DoDiskWork) -> None:
+        def done(result: DiskResult) -> None:
+            self.post(ev.DiskWorkDone(result=result))
+
+        def failed(error: BaseException) -> None:
+            self._end(RuntimeError(f"cannot work with the files of the prefix cache: {error}"))
+
+        self._disk_thread.submit(lambda: self._engine.do_disk_work(effect.work), done, failed)
 
     # ---- time ------------------------------------------------------------------------------------------------
 

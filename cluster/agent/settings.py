@@ -20,6 +20,8 @@ class WorkerSettings:
         coordinator_address: host:port of the control stream.
         model_dir: a Hugging Face directory. revision: tells checkpoints of one shape apart.
         num_blocks: size of the KV pool, in blocks of `block_size` tokens.
+        num_host_blocks: of evicted blocks that are kept in host memory, at most. num_disk_blocks: and in files, in a
+            directory of the worker's name in `disk_cache_dir`.
         max_model_tokens: longest sequence, None for the model's own context.
         device: what it computes with; on `cuda` its KV pool is the GPU's memory, and it takes no pushes.
         threads: CPU threads to compute with. cores: core ids it is pinned to, None for none.
@@ -37,6 +39,9 @@ class WorkerSettings:
     model_dir: Path
     dtype: str
     num_blocks: int
+    num_host_blocks: int = 0
+    num_disk_blocks: int = 0
+    disk_cache_dir: Path | None = None
     block_size: int = 16
     max_model_tokens: int | None = None
     revision: str = ""

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from cluster.agent import events as ev
 from cluster.agent.block_reports import BlockReporter
-from cluster.agent.effects import Effect, RefuseFront, RunStep, Shutdown, ToCoordinator
+from cluster.agent.disk_waits import DiskWaits
+from cluster.agent.effects import CopyBlocks, DoDiskWork, Effect, RefuseFront, RunStep, Shutdown, ToCoordinator
 from cluster.agent.inventory import inventory_of
 from cluster.agent.leg_control import LegControl
 from cluster.agent.legs import LegTable, push_key_of
@@ -45,6 +46,7 @@ from cluster.core.messages import (
 from cluster.core.reports import LinkReport
 from cluster.core.token_messages import Forget
 from engine.core.block_pool import BlockPool
+from engine.core.lower_tiers import LowerTiers
 from engine.core.request import RequestBody
 from engine.core.scheduler import Scheduler
 from kv_transfer.protocol.messages import PushKey
@@ -57,7 +59,11 @@ class WorkerState:
         """Raises ValueError if the pool cannot hold one sequence of the model's full length."""
         self._config = config
         limits = config.limits
-        self._pool = BlockPool(config.num_blocks, max_reserved_blocks=config.max_reserved_blocks)
+        self._pool = BlockPool(
+            config.num_blocks,
+            max_reserved_blocks=config.max_reserved_blocks,
+            lower_tiers=LowerTiers(config.num_host_blocks, config.num_disk_blocks, config.on_disk),
+        )
         self._stepper = Stepper(Scheduler(config.scheduler, self._pool), config.scheduler.block_size)
         self._pushes = Pushes(
             self._pool,
@@ -74,6 +80,7 @@ class WorkerState:
         self._outbox = Outbox(limits)
         self._legs = LegTable(limits.max_cancelled_attempts)
         self._links = PeerLinks()
+        self._disk_waits = DiskWaits(self._pool, self._stepper.scheduler, max_wait_ns=limits.max_disk_wait_ns)
         self._control = LegControl(
             config,
             pool=self._pool,
@@ -82,6 +89,7 @@ class WorkerState:
             outbox=self._outbox,
             legs=self._legs,
             links=self._links,
+            disk_waits=self._disk_waits,
         )
         self._link = CoordinatorLink(config.hello.ref.worker, grace_ns=limits.coordinator_grace_ns, now_ns=now_ns)
         self._reports: list[WorkerMessage] = []
@@ -120,6 +128,8 @@ class WorkerState:
             self._link.next_deadline_ns(),
             self._pushes.next_deadline_ns(),
             self._outbox.next_deadline_ns(),
+            self._disk_waits.next_deadline_ns(),
+            self._control.fetches.next_deadline_ns(),
             self._block_reporter.next_deadline_ns() if self._link.is_registered else None,
             self._step_due_ns,
             self._leave_due_ns(),
@@ -174,6 +184,10 @@ class WorkerState:
         """Whether that push goes on here: nobody else may write to its blocks, and it has not been given up."""
         return self._pushes.is_receiving(key)
 
+    def num_fetched_blocks(self) -> int:
+        """Of prefixes, that other workers have pushed here since the start."""
+        return self._control.fetches.num_fetched_blocks
+
     def num_legs(self) -> int:
         """Attempts of which anything is held or computed here."""
         return len(self._legs)
@@ -191,12 +205,20 @@ class WorkerState:
         self._outbox.check_invariants()
         self._legs.check_invariants()
         self._control.check_invariants()
+        self._disk_waits.check_invariants()
         self._link.check_invariants()
 
     # ---- inside ----------------------------------------------------------------------------------------------
 
     def _collect(self, now_ns: int) -> list[Effect]:
         effects: list[Effect] = []
+        copies = self._pool.take_copies()
+        if copies:
+            effects.append(CopyBlocks(copies=copies))
+        disk_work = self._pool.take_disk_work()
+        if disk_work is not None:
+            effects.append(DoDiskWork(work=disk_work))
+        self._disk_waits.settle(now_ns)
         plan = self._stepper.next_plan(self._control.step_limit_ms())
         if plan is not None:
             layer_marks = self._control.step_started(now_ns, plan)
@@ -227,6 +249,8 @@ class WorkerState:
             case ev.StepFailed(reason=reason):
                 self._step_due_ns = self._step_began_ns = None
                 self._on_step_failed(now_ns, reason)
+            case ev.DiskWorkDone(result=result):
+                self._pool.disk_done(result)
             case ev.CommandReceived(command=command, body=body):
                 if self._link.accepts(command):
                     self._on_command(now_ns, command.body, body)
@@ -311,7 +335,8 @@ class WorkerState:
                 self._shutdown_reason = f"the coordinator refused this worker: {reason}"
 
     def _on_work(self, now_ns: int, command: Work, body: RequestBody | None) -> None:
-        if not isinstance(command, self._config.accepts):
+        is_fetch = isinstance(command, Reserve | Prefill) and command.num_prefix_blocks > 0
+        if not (is_fetch or isinstance(command, self._config.accepts)):
             self._refuse_work(command, f"a {self._config.hello.role.value} worker takes no {type(command).__name__}")
             return
         if body is None:

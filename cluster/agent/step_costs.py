@@ -70,6 +70,8 @@ class StepCosts:
 
     def add(self, plan: StepPlan, duration_ns: int) -> None:
         self.num_steps += 1
+        if plan.copies:
+            return  # what these took says nothing of computing
         num_decoding = sum(len(sequence.token_ids) == 1 for sequence in plan.sequences)
         num_prefill_tokens = plan.num_tokens - num_decoding
         if num_prefill_tokens:

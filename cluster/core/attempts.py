@@ -69,6 +69,7 @@ class Attempt:
         why: the placement's reason, in words.
         is_trial: its request is suspected of having ended workers. is_alone: and nothing is computed beside it that
             may do so as well. has_survived: it has come through its first steps.
+        num_fetched_blocks: of a fetch (`handlers.fetching`), which is never current: blocks of the prefix. Otherwise 0.
     """
 
     attempt_id: AttemptId
@@ -84,6 +85,7 @@ class Attempt:
     is_trial: bool = False
     is_alone: bool = False
     has_survived: bool = False
+    num_fetched_blocks: int = 0
 
     @property
     def legs(self) -> tuple[Leg, ...]:

@@ -46,6 +46,7 @@ CHUNK_TOKENS: Final = 256
 LOCAL_CHUNK_TOKENS: Final = 64
 
 _NAME_PATTERN: Final = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+_DIRECTORY_EXPECTED: Final = "the path of a directory"
 _NAME_EXPECTED: Final = "a name of lower-case letters, digits and inner hyphens, at most 63 characters"
 
 
@@ -71,7 +72,9 @@ class PoolConfig:
         device: what a worker computes with; `cuda` is one GPU, whose memory holds the KV pool.
         threads: CPU threads a worker computes with.
         cores: for each replica the core ids it is pinned to; None pins nothing.
-        kv_blocks, kv_bytes: size of one worker's KV pool.
+        kv_blocks, kv_bytes: size of one worker's KV pool. host_cache_bytes: of what it keeps in host memory of the
+            blocks that are evicted from it; 0 keeps none. disk_cache_bytes: in files, in a directory of the worker's
+            name below `disk_cache_directory`.
         max_step_tokens: tokens of one step, decode and prefill together.
         prefill_chunk_tokens: of these, the most that go to prompts.
         max_running: sequences that may run at once.
@@ -85,6 +88,9 @@ class PoolConfig:
     cores: tuple[tuple[int, ...], ...] | None = None
     kv_blocks: int | None = None
     kv_bytes: int | None = DEFAULT_KV_BYTES
+    host_cache_bytes: int = 0
+    disk_cache_bytes: int = 0
+    disk_cache_directory: str | None = None
     max_step_tokens: int = 512
     prefill_chunk_tokens: int = CHUNK_TOKENS
     max_running: int = 64
@@ -143,6 +149,7 @@ class CoordinatorConfig:
         heartbeat_timeout_s: silence after which a worker is given up.
         max_attempts: runs of one request, the first included, before it fails.
         lease_ttl_s: how long a lease lasts without renewal.
+        fetch_prefixes: whether who reads a prompt may fetch its beginning from a worker that holds it.
     """
 
     queue_limit: int = 1024
@@ -150,6 +157,7 @@ class CoordinatorConfig:
     heartbeat_timeout_s: float = 10.0
     max_attempts: int = 3
     lease_ttl_s: float = 10.0
+    fetch_prefixes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +298,9 @@ def _parse_pool(section: Section, role: Role, chunk_tokens: int, model: ModelCon
         cores=_parse_cores(section, replicas),
         kv_blocks=kv_blocks,
         kv_bytes=kv_bytes,
+        host_cache_bytes=section.optional_size_bytes("host_cache", minimum=0, maximum=MAX_KV_BYTES) or 0,
+        disk_cache_bytes=section.optional_size_bytes("disk_cache", minimum=0, maximum=MAX_KV_BYTES) or 0,
+        disk_cache_directory=section.text("disk_cache_directory", default="", expected=_DIRECTORY_EXPECTED) or None,
         max_step_tokens=max_step_tokens,
         prefill_chunk_tokens=section.integer(
             "prefill_chunk_tokens",
@@ -302,6 +313,7 @@ def _parse_pool(section: Section, role: Role, chunk_tokens: int, model: ModelCon
         ),
     )
     section.finish()
+    _check_disk_cache(section, pool)
     _check_pool_sizes(section, pool, model, kv)
     return pool
 
@@ -319,6 +331,16 @@ def _check_cuda(section: Section, model: ModelConfig, *, has_prefill: bool) -> N
         section.refuse("device", "cuda beside a prefill pool", "decode pools only, or cpu", hint=hint)
     if model.dtype == "float32":
         section.refuse("device", "cuda with model.dtype float32", "model.dtype bfloat16, or cpu")
+
+
+def _check_disk_cache(section: Section, pool: PoolConfig) -> None:
+    directory = pool.disk_cache_directory
+    if directory is not None and not directory.startswith("/"):
+        section.refuse("disk_cache_directory", repr(directory), "an absolute path, on each worker's host")
+    if pool.disk_cache_bytes and directory is None:
+        section.refuse("disk_cache", "no disk_cache_directory", "the path of a directory beside it")
+    if pool.disk_cache_bytes and not pool.host_cache_bytes:
+        section.refuse("disk_cache", "no host_cache", "both", hint="blocks go to disk by way of host memory")
 
 
 def _check_pool_sizes(section: Section, pool: PoolConfig, model: ModelConfig, kv: KVConfig) -> None:
@@ -381,6 +403,7 @@ def _parse_coordinator(section: Section) -> CoordinatorConfig:
         heartbeat_timeout_s=section.number("heartbeat_timeout_s", default=10.0, minimum=0.1, maximum=MAX_SECONDS),
         max_attempts=section.integer("max_attempts", default=3, minimum=1, maximum=100),
         lease_ttl_s=section.number("lease_ttl_s", default=10.0, minimum=0.1, maximum=MAX_SECONDS),
+        fetch_prefixes=section.boolean("fetch_prefixes", default=False),
     )
     section.finish()
     return coordinator

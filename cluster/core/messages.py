@@ -435,7 +435,11 @@ class WorkerRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """Decode leg: reserve for `num_tokens` tokens, less those cached. Carries a body. `is_trial`: as in RunLocal."""
+    """Decode leg: reserve blocks for `num_tokens` tokens, less those cached. Carries a body.
+
+    With `num_prefix_blocks`, only so many blocks of the prompt's beginning are to come, for the prefix cache.
+    `is_trial`: as in RunLocal.
+    """
 
     attempt: AttemptId
     lease_id: int
@@ -443,11 +447,15 @@ class Reserve:
     num_tokens: int
     ttl_ms: int
     is_trial: bool = False
+    num_prefix_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """Prefill leg: compute the prompt, push its blocks to `destination`, draw the first token. Carries a body."""
+    """Prefill leg: compute the prompt, push its blocks to `destination`, draw the first token. Carries a body.
+
+    With `num_prefix_blocks`, only push so many blocks of its beginning, all of which are cached.
+    """
 
     attempt: AttemptId
     lease_id: int
@@ -455,6 +463,7 @@ class Prefill:
     blocks: bytes
     num_cached_blocks: int
     ttl_ms: int
+    num_prefix_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

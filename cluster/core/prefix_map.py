@@ -139,6 +139,10 @@ class PrefixMap:
         """What stands for a registered life in a set of holders."""
         return self._lives[worker].bits
 
+    def told_bit_of(self, worker: WorkerId) -> int:
+        """The same, less what it is only expected to hold."""
+        return self._lives[worker].told.bit
+
     def holders_in(self, role: Role, bits: int) -> Iterator[WorkerId]:
         """Workers of that role in a set of holders, in the order of their slots; one may come twice."""
         return (holder.worker for holder in self._holders_of(bits & self._role_bits[role]))
@@ -358,6 +362,11 @@ class HeldPrefixes:
             if holders & bits:
                 return num_blocks
         return 0
+
+    def num_told_blocks_of(self, worker: WorkerId) -> int:
+        """Blocks of the prompt that a registered life has told that it holds; not what it is only expected to."""
+        bit = self._map.told_bit_of(worker)
+        return next((num_blocks for num_blocks, holders in self._groups if holders & bit), 0)
 
     def longest(self, role: Role, limit: int) -> dict[WorkerId, int]:
         """Blocks held, of at most `limit` workers of that role: those that hold most, longest first."""

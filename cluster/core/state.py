@@ -252,7 +252,8 @@ class ClusterState:
                 worker = parts.workers.get(leg.worker)
                 assert worker is not None or leg.is_released, f"{leg} of a lost worker"
                 assert worker is None or worker.legs.get(attempt.attempt_id) is leg
-                assert attempt.is_current or leg.state is not LegState.ACTIVE, f"{leg} was not told to stop"
+                is_wanted = attempt.is_current or attempt.num_fetched_blocks > 0
+                assert is_wanted or leg.state is not LegState.ACTIVE, f"{leg} was not told to stop"
         for worker in parts.workers.all():
             assert all(parts.attempts.get(attempt_id) is not None for attempt_id in worker.legs)
             because = [leg.expectation for leg in worker.legs.values() if leg.expectation is not None]

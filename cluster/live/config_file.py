@@ -85,6 +85,8 @@ def render_cluster_config(config: ClusterConfig) -> str:
     for pool in pools:
         if "kv_bytes" in pool:
             pool["kv_memory"] = pool.pop("kv_bytes")
+        pool["host_cache"] = pool.pop("host_cache_bytes")
+        pool["disk_cache"] = pool.pop("disk_cache_bytes")
         if "cores" in pool:
             pool["cores"] = [list(cores) for cores in pool["cores"]]
     data = {

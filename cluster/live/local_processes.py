@@ -231,6 +231,8 @@ def _worker_arguments(plan: ClusterPlan, worker: WorkerPlan) -> list[str]:
         "coordinator": plan.coordinator_address,
         "model": plan.model_dir,
         "kv-blocks": worker.num_blocks,
+        "host-cache-blocks": worker.num_host_blocks,
+        "disk-cache-blocks": worker.num_disk_blocks,
         "name": worker.name,
         "pool": pool.name,
         "dtype": model.dtype,
@@ -249,6 +251,8 @@ def _worker_arguments(plan: ClusterPlan, worker: WorkerPlan) -> list[str]:
     }
     if model.revision:
         options["revision"] = model.revision
+    if pool.disk_cache_directory is not None:
+        options["disk-cache-dir"] = pool.disk_cache_directory
     if worker.cores is not None:
         options["cores"] = ",".join(str(core) for core in worker.cores)
     return [f"{pool.role.value}_worker", *_long_options(options)]

@@ -20,13 +20,16 @@ class WorkerPlan:
     """One worker.
 
     Attributes:
-        num_blocks: size of its KV pool. cores: core ids it is pinned to, None for none.
+        num_blocks: size of its KV pool. num_host_blocks, num_disk_blocks: of its lower tiers.
+        cores: core ids it is pinned to, None for none.
         metrics_port: of its Prometheus page, 0 for any free one.
     """
 
     name: str
     pool: PoolConfig
     num_blocks: int
+    num_host_blocks: int
+    num_disk_blocks: int
     cores: tuple[int, ...] | None
     metrics_port: int
 
@@ -107,6 +110,8 @@ def make_plan(
                 name=name,
                 pool=pool,
                 num_blocks=num_kv_blocks(pool, facts.block_bytes),
+                num_host_blocks=pool.host_cache_bytes // facts.block_bytes,
+                num_disk_blocks=pool.disk_cache_bytes // facts.block_bytes,
                 cores=pool.cores[i] if pool.cores else None,
                 metrics_port=metrics_ports[name],
             )

@@ -153,8 +153,9 @@ def memory_need(config: ClusterConfig, facts: ModelFacts) -> MemoryNeed:
 
 
 def _host_kv_bytes(pool: PoolConfig, facts: ModelFacts) -> int:
-    """One worker's KV pool, as far as it takes memory of the machine and not of a GPU."""
-    return num_kv_blocks(pool, facts.block_bytes) * facts.block_bytes if pool.device == "cpu" else 0
+    """One worker's host tier and its KV pool, as far as that takes memory of the machine and not of a GPU."""
+    pool_bytes = num_kv_blocks(pool, facts.block_bytes) * facts.block_bytes if pool.device == "cpu" else 0
+    return pool_bytes + pool.host_cache_bytes // facts.block_bytes * facts.block_bytes
 
 
 def what_fits(config: ClusterConfig, facts: ModelFacts, available_bytes: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Final
 
 from cluster.core.drain_orders import AfterDrain
@@ -51,6 +52,9 @@ def worker_program(plan: ClusterPlan, worker: WorkerPlan, *, incarnation: int, h
         model_dir=plan.model_dir,
         dtype=plan.config.model.dtype,
         num_blocks=worker.num_blocks,
+        num_host_blocks=worker.num_host_blocks,
+        num_disk_blocks=worker.num_disk_blocks,
+        disk_cache_dir=None if pool.disk_cache_directory is None else Path(pool.disk_cache_directory),
         block_size=plan.config.kv.block_size,
         max_model_tokens=plan.max_model_tokens,
         revision=plan.config.model.revision,

@@ -124,9 +124,9 @@ def _untold_blocks(world: World) -> list[str]:
     status = world.coordinator.state.status(world.coordinator.process.now_ns())
     known = {worker.worker: worker.num_known_blocks for pool in status.pools for worker in pool.workers}
     return [
-        f"{node.worker} can find {node.state.pool.num_indexed} blocks, the coordinator knows of {known[node.worker]}"
+        f"{node.worker} can find {node.state.pool.num_findable} blocks, the coordinator knows of {known[node.worker]}"
         for node in world.all_workers
-        if node.process.alive and node.worker in known and known[node.worker] != node.state.pool.num_indexed
+        if node.process.alive and node.worker in known and known[node.worker] != node.state.pool.num_findable
     ]
 
 

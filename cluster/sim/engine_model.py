@@ -97,6 +97,7 @@ class StepRun:
         """Reads each sequence's KV through its block table, scores and draws."""
         if self._result is not None:
             return self._result
+        self._memory.copy(self._plan.copies)
         tokens: list[tuple[SampledToken, ...]] = []
         scores: dict[int, list[ScoredToken]] = {}
         failures: dict[int, str] = {}

@@ -11,6 +11,7 @@ from cluster.sim.engine_model import VOCABULARY_SIZE, StepCost
 from cluster.sim.fabric import Family
 from cluster.sim.kernel import MILLISECOND_NS, SECOND_NS
 from cluster.sim.scenario import Fault, FaultKind, Poison, PoisonKind, Request, Scenario
+from engine.core.lower_tiers import HELD_SHARE
 from engine.core.sampling import SamplingParams
 from kv_transfer.protocol.sampling import Checksums
 
@@ -75,13 +76,18 @@ def generate(seed: int) -> Scenario:
     )
     requests = _requests(draw, shape)
     faults = _faults(draw, shape, requests)
+    num_layers = draw.choice((1, 3, 3, 8))
+    num_host_blocks = draw.choice((0, 2, least_blocks, 4 * least_blocks))
     # From a source of their own: what else a seed means does not depend on them.
     requests = _poisoned(random.Random(f"{seed}/poison"), requests)
     return dataclasses.replace(
         shape,
         requests=requests,
         faults=faults,
-        num_layers=draw.choice((1, 3, 3, 8)),
+        num_layers=num_layers,
+        num_host_blocks=num_host_blocks,
+        fetch_prefixes=draw.random() < 0.5,
+        num_disk_blocks=draw.choice((0, 3, 8 * least_blocks)) if num_host_blocks >= HELD_SHARE else 0,
         disaggregation=_disaggregation(draw, shape),
     )
 

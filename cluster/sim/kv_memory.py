@@ -7,6 +7,9 @@ drawn token, whatever the chunking; and the right values can be computed without
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from engine.core.tiers import BlockCopy
 from kv_transfer.protocol.layout import KVLayout, LayerGroup
 
 SLOT_SIZE_BYTES = 8
@@ -57,11 +60,14 @@ def kv_layout(num_layers: int, block_size: int) -> KVLayout:
 
 class KVMemory:
     """One worker life's pool: `num_blocks` blocks of `block_size` slots a layer, initially filled with rubbish.
+    Below it is the host tier, of `num_host_blocks`.
 
     Layer l holds the token's number plus l, so that every layer has to be there, and in its own place.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, rubbish: int, num_layers: int = 1) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, rubbish: int, num_layers: int = 1, num_host_blocks: int = 0
+    ) -> None:
         self.block_size = block_size
         self.num_layers = num_layers
         self.layout = kv_layout(num_layers, block_size)
@@ -69,6 +75,23 @@ class KVMemory:
         self._layer_size_bytes = block_size * SLOT_SIZE_BYTES
         num_slots = num_blocks * num_layers * block_size
         self.data = bytearray((rubbish + 1).to_bytes(SLOT_SIZE_BYTES, "big") * num_slots)
+
+        self._host_blocks = [self.block(0)] * num_host_blocks
+
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
+        """Between the pool and the host tier."""
+        for copy in copies:
+            if copy.is_load:
+                start = copy.block_id * self.block_size_bytes
+                self.data[start : start + self.block_size_bytes] = self._host_blocks[copy.slot]
+            else:
+                self._host_blocks[copy.slot] = self.block(copy.block_id)
+
+    def host_block(self, slot: int) -> bytes:
+        return self._host_blocks[slot]
+
+    def put_host_block(self, slot: int, content: bytes) -> None:
+        self._host_blocks[slot] = content
 
     def block(self, block_id: int, layers: range | None = None) -> bytes:
         """All layers of a block, or these."""

@@ -128,6 +128,8 @@ class Scenario:
     """A history before it happens. Equal scenarios with equal seeds give equal histories.
 
     Attributes:
+        num_host_blocks: of the tier in host memory below each worker's pool. num_disk_blocks: of that in files.
+        fetch_prefixes: see CoordinatorConfig.
         num_layers: of a simulated block. What a prompt's last chunk has of them is pushed in groups.
         num_variants: 1 is exact arithmetic; with more, each draw picks one of so many equally right tokens.
         link_ns_per_byte: what pushing costs; simulated blocks are tiny.
@@ -144,6 +146,9 @@ class Scenario:
     num_fronts: int = 1
     block_size: int = 4
     num_blocks: int = 48
+    num_host_blocks: int = 0
+    num_disk_blocks: int = 0
+    fetch_prefixes: bool = False
     num_layers: int = 3
     max_model_tokens: int = 64
     max_step_tokens: int = 24

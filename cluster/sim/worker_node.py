@@ -25,11 +25,17 @@ from cluster.sim.network import Network, StreamEnd
 from cluster.sim.process import Alarm, Process
 from cluster.sim.push_bridge import PushBridge
 from cluster.sim.scenario import Poison, PoisonKind
+from engine.core.disk_tier import DiskResult, DiskWork
 from engine.core.step import StepPlan
 from kv_transfer.protocol.ranks import bad_blocks
 
 RECONNECT_DELAY_NS = 200 * MILLISECOND_NS
 MAX_VERIFY_NS = 2 * MILLISECOND_NS
+MAX_DISK_NS = 60 * MILLISECOND_NS
+"""What one piece of work with files takes at most: two of them take longer than a prompt waits."""
+DISK_FAILURE_SHARE = 0.1
+RUBBISH_FILE = b""
+"""Read into a slot, it would make the block's bytes disappear."""
 
 
 @dataclass(slots=True)
@@ -67,7 +73,11 @@ class WorkerNode:
         self.num_computed_tokens = 0
         """In all of its steps."""
         rubbish = random.getrandbits(60)
-        self.memory = KVMemory(config.num_blocks, config.hello.block_size, rubbish, config.num_layers)
+        self.memory = KVMemory(
+            config.num_blocks, config.hello.block_size, rubbish, config.num_layers, config.num_host_blocks
+        )
+        self._files: dict[bytes, bytes] = {}
+        self._disk_free_ns = 0
         self._network = network
         self._cost = cost
         self._num_variants = num_variants
@@ -208,6 +218,24 @@ class WorkerNode:
 
         self.process.after(int(self._random.random() * MAX_VERIFY_NS), sum_blocks)
 
+    def _do_disk_work(self, work: DiskWork) -> None:
+        """After earlier work. Now and then a file cannot be read, or not be written."""
+        self._disk_free_ns = max(self._disk_free_ns, self.process.now_ns()) + int(self._random.random() * MAX_DISK_NS)
+
+        def do() -> None:
+            failed = [b.block_hash for b in (*work.reads, *work.writes) if self._random.random() < DISK_FAILURE_SHARE]
+            for block in work.reads:
+                content = self._files.get(block.block_hash, RUBBISH_FILE)
+                self.memory.put_host_block(block.slot, RUBBISH_FILE if block.block_hash in failed else content)
+            for block_hash in (*work.deletions, *failed):
+                self._files.pop(block_hash, None)
+            for block in work.writes:
+                if block.block_hash not in failed:
+                    self._files[block.block_hash] = self.memory.host_block(block.slot)
+            self.handle(events.DiskWorkDone(result=DiskResult(work=work, failed=frozenset(failed))))
+
+        self.process.after(self._disk_free_ns - self.process.now_ns(), do)
+
     def leave(self) -> None:
         """SIGTERM."""
         self.process.deliver(lambda: self.handle(events.LeaveRequested()))
@@ -226,6 +254,10 @@ class WorkerNode:
         match effect:
             case effects.RunStep():
                 self._run_step(effect)
+            case effects.DoDiskWork():
+                self._do_disk_work(effect.work)
+            case effects.CopyBlocks():
+                self.memory.copy(effect.copies)
             case effects.SendRuns():
                 self._send_runs(effect)
             case effects.ToCoordinator():

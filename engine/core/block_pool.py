@@ -14,17 +14,25 @@ Every block has exactly one state (ARCHITECTURE.md §5):
 A reserved block is one that a remote sender may write into. It goes back to free only through `release_reserved`,
 which the owner calls when the sender has stopped or is fenced; until then it is quarantined. Every allocation and
 every reservation raises the block's generation, and a commit must name the generation that was granted.
+
+Below the pool lie tiers in host memory and on disk (`engine.core.lower_tiers`), to which evicted content goes and from
+which `load` brings it back. The copies that this takes are the owner's to make: at once (`take_copies`), or with the
+step that is being planned (`start_step`). So is the work with files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from engine.core.disk_tier import DiskResult, DiskWork
 from engine.core.errors import OutOfBlocksError, StaleGenerationError
-from engine.core.prefix_changes import IndexChanges, NamedBlock
+from engine.core.lower_tiers import LowerTiers
+from engine.core.prefix_changes import IndexChanges, NamedBlock, PendingChanges
+from engine.core.prefix_counters import PrefixCounters, UseCounts
 from engine.core.prefix_index import PrefixIndex
+from engine.core.tiers import BlockCopy, BlockName
 
 __all__ = [
     "BlockCounts",
@@ -61,22 +69,6 @@ class BlockCounts:
     quarantined: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixCounters:
-    """Of the prefix cache, since the start.
-
-    Attributes:
-        num_query_tokens: of prompts (with the output they resume after) that were looked up, each one once.
-        num_hit_tokens: of these, found in the cache and not computed.
-        num_stored_blocks, num_evicted_blocks: that have become findable, and that were given away again.
-    """
-
-    num_query_tokens: int
-    num_hit_tokens: int
-    num_stored_blocks: int
-    num_evicted_blocks: int
-
-
 class BlockPool:
     """Hands out blocks 0 .. num_blocks - 1, counts their users, and caches what was computed by its content.
 
@@ -84,8 +76,11 @@ class BlockPool:
     each eviction.
     """
 
-    def __init__(self, num_blocks: int, *, max_reserved_blocks: int | None = None) -> None:
-        """`max_reserved_blocks` is the watermark on reserved plus quarantined blocks.
+    def __init__(
+        self, num_blocks: int, *, max_reserved_blocks: int | None = None, lower_tiers: LowerTiers | None = None
+    ) -> None:
+        """`max_reserved_blocks` is the watermark on reserved plus quarantined blocks; without `lower_tiers`, what is
+        evicted is gone.
 
         Raises:
             ValueError: num_blocks < 1, or max_reserved_blocks outside 0..num_blocks.
@@ -106,8 +101,9 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_in_state = [num_blocks, 0, 0, 0, 0]
         self._index = PrefixIndex()
-        self._num_query_tokens = 0
-        self._num_hit_tokens = 0
+        self._lower = lower_tiers or LowerTiers()
+        self._changes = PendingChanges()
+        self._uses = UseCounts()
 
     @property
     def num_allocatable(self) -> int:
@@ -117,8 +113,16 @@ class BlockPool:
     @property
     def num_reservable(self) -> int:
         """Blocks that `reserve` can give now: allocatable, less the growth headroom, up to the watermark."""
+        return max(0, self._num_reservable_beside(0))
+
+    def can_reserve_beside(self, num_blocks: int, num_loaded: int) -> bool:
+        """Whether `reserve` would give `num_blocks` once `num_loaded` have been allocated besides."""
+        return num_blocks <= self._num_reservable_beside(num_loaded)
+
+    def _num_reservable_beside(self, num_allocated: int) -> int:
         num_written = self._num_in_state[BlockState.RESERVED] + self._num_in_state[BlockState.QUARANTINED]
-        return max(0, min(self.num_allocatable - self._growth_headroom, self._max_reserved_blocks - num_written))
+        num_left = self.num_allocatable - num_allocated - self._growth_headroom
+        return min(num_left, self._max_reserved_blocks - num_written)
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Takes blocks for computing: active, one user each. Evicts cached blocks where free ones don't suffice.
@@ -228,22 +232,78 @@ class BlockPool:
         once, however it came.
         """
         assert self._states[block_id] is BlockState.ACTIVE, f"block {block_id} is not active"
+        num_before = len(self._index)
         indexed_id = self._index.insert(block_id, block_hash, parent_hash)
         if indexed_id != block_id:
             self.acquire([indexed_id])
             self.release([block_id])
+        elif num_before < len(self._index) and block_hash not in self._lower:
+            self._changes.stored(block_hash, parent_hash)
         return indexed_id
 
     def forget(self, block_ids: Sequence[int]) -> None:
-        """What these blocks, which are in use, hold is not trusted: they cannot be found any more."""
+        """What these blocks hold, which are in use, is not trusted: neither they nor copies of it are found again."""
         for block_id in block_ids:
             assert self._states[block_id] is BlockState.ACTIVE, f"block {block_id} is not active"
             if block_id in self._index:
-                self._index.remove(block_id)
+                name = self._index.remove(block_id)
+                self._gone([*self._lower.forget(name[0]), name])
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Block ids of the longest prefix of `hashes` that lies in the pool. They are not acquired."""
         return self._index.match(hashes)
+
+    def num_loadable(self, hashes: Sequence[bytes]) -> int:
+        """How many of the first of `hashes` (those after what `match` finds) the host tier can give now."""
+        return self._lower.num_loadable(hashes)
+
+    def load(self, hashes: Sequence[bytes]) -> list[int]:
+        """Takes blocks for content that the host tier has (`num_loadable`): active, one user each. They can be found
+        only once the caller has indexed them, which it does when the copies are made.
+
+        Raises:
+            OutOfBlocksError: as `allocate`.
+        """
+        if not hashes:
+            return []
+        if len(hashes) > self.num_allocatable:
+            raise OutOfBlocksError(f"{len(hashes)} blocks wanted, {self.num_allocatable} can be given")
+        self._lower.pin(hashes)
+        block_ids = self.allocate(len(hashes))
+        self._lower.load(block_ids, hashes)
+        return block_ids
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """Copies to make in this order, before anything is written to the blocks that were given out since."""
+        copies = self._lower.take_copies()
+        self._uses.copies(copies)
+        return copies
+
+    def start_step(self) -> tuple[BlockCopy, ...]:
+        """Copies that the step now planned makes in this order, before it computes. `end_step` follows."""
+        copies = self._lower.start_step()
+        self._uses.copies(copies)
+        return copies
+
+    def end_step(self, *, is_failed: bool = False) -> None:
+        """The step is over; one that failed may not have made its copies. The caller indexes what it has loaded."""
+        self._gone(self._lower.end_step(is_failed=is_failed))
+
+    def read_ahead(self, hashes: Sequence[bytes]) -> tuple[bytes, ...]:
+        """A prompt is to come for these: begins to read what of them lies in files alone, and returns their hashes."""
+        reading, dropped = self._lower.read_ahead(hashes[len(self.match(hashes)) :])
+        self._gone(dropped)
+        return reading
+
+    def is_reading(self, block_hash: bytes) -> bool:
+        return self._lower.is_reading(block_hash)
+
+    def take_disk_work(self) -> DiskWork | None:
+        """To be done after the copies that `take_copies` has returned; `disk_done` follows."""
+        return self._lower.take_disk_work()
+
+    def disk_done(self, result: DiskResult) -> None:
+        self._gone(self._lower.disk_done(result))
 
     def num_cached_in(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks are cached, that is, would stop being allocatable if they were acquired."""
@@ -270,41 +330,70 @@ class BlockPool:
         """Blocks that `match` can find, in use or not."""
         return len(self._index)
 
-    def count_lookup(self, num_query_tokens: int, num_hit_tokens: int) -> None:
-        """A sequence has come to run here: so many of its tokens were looked up, and so many found and acquired."""
-        assert 0 <= num_hit_tokens <= num_query_tokens
-        self._num_query_tokens += num_query_tokens
-        self._num_hit_tokens += num_hit_tokens
+    @property
+    def num_findable(self) -> int:
+        """Contents that `match` or `num_loadable` can find: what `take_changes` tells of."""
+        return len(self._index) + sum(not self._index.holds(block_hash) for block_hash in self._lower.names())
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks in the host tier, of which some may lie in the pool as well."""
+        return self._lower.num_host_blocks
+
+    @property
+    def num_disk_blocks(self) -> int:
+        """Blocks in files."""
+        return self._lower.num_disk_blocks
+
+    def count_lookup(self, num_query_tokens: int, num_hit_tokens: int, num_host_hit_tokens: int = 0) -> None:
+        """A sequence has come to run here: so many of its tokens were looked up, and so many found and acquired, some
+        of them in the host tier."""
+        self._uses.lookup(num_query_tokens, num_hit_tokens, num_host_hit_tokens)
 
     def prefix_counters(self) -> PrefixCounters:
         return PrefixCounters(
-            num_query_tokens=self._num_query_tokens,
-            num_hit_tokens=self._num_hit_tokens,
+            num_query_tokens=self._uses.num_query_tokens,
+            num_hit_tokens=self._uses.num_hit_tokens,
             num_stored_blocks=self._index.num_stored,
             num_evicted_blocks=self._index.num_evicted,
+            num_host_hit_tokens=self._uses.num_host_hit_tokens,
+            num_spilled_blocks=self._uses.num_spilled_blocks,
+            num_loaded_blocks=self._uses.num_loaded_blocks,
         )
 
     @property
     def num_pending_changes(self) -> int:
-        """Of the prefix index, that `take_changes` has not returned yet; at most two a block of the pool."""
-        return len(self._index.changes)
+        """That `take_changes` has not returned yet; at most two a block of any tier."""
+        return len(self._changes)
 
     def take_changes(self, max_hashes: int) -> IndexChanges:
-        """What has become findable and what was evicted since the last call, net; see PendingChanges."""
-        return self._index.changes.take(max_hashes)
+        """What has become findable, in whichever tier, and what is in none any more, since the last call, net; see
+        PendingChanges."""
+        return self._changes.take(max_hashes)
 
     def tell_all_again(self) -> None:
         """Whoever takes the changes has forgotten them all: everything findable counts as stored anew."""
-        self._index.tell_all_again()
+        self._changes.start_over((self._lower.names() | dict(self._index.names())).items())
 
     def _take(self, num_blocks: int, state: BlockState) -> list[int]:
         block_ids: list[int] = []
         for _ in range(num_blocks):
-            block_id = self._free.pop() if self._free else self._index.evict()
+            block_id = self._free.pop() if self._free else self._evict()
             self._move(block_id, state)
             self._generations[block_id] += 1
             block_ids.append(block_id)
         return block_ids
+
+    def _evict(self) -> int:
+        block_id, block_hash, parent_hash = self._index.evict()
+        self._gone((*self._lower.spill(block_id, block_hash, parent_hash), (block_hash, parent_hash)))
+        return block_id
+
+    def _gone(self, names: Iterable[BlockName]) -> None:
+        """One tier has lost these; that is told of those that no other has."""
+        for block_hash, parent_hash in names:
+            if block_hash not in self._lower and not self._index.holds(block_hash):
+                self._changes.evicted(block_hash, parent_hash)
 
     def _move(self, block_id: int, state: BlockState) -> None:
         self._num_in_state[self._states[block_id]] -= 1
@@ -330,3 +419,5 @@ class BlockPool:
         for block_id in self._free:
             assert self._states[block_id] is BlockState.FREE, f"block {block_id} is on the free list"
         self._index.check_invariants()
+        self._lower.check_invariants()
+        self._changes.check_invariants(self._lower.names() | dict(self._index.names()))

@@ -9,7 +9,8 @@ Sarathi-Serve, Agrawal et al. 2024):
 3. A waiting sequence is admitted only if its whole prompt and one more token fit beside what the prefills in progress
    still need. So sequences that must not be preempted can always finish, and no two of them wait for each other.
 4. A waiting sequence whose next block is just being computed for one that is served before it is put off until it
-   finds that block in the prefix cache. Its place among the running ones and its room are kept meanwhile.
+   finds that block in the prefix cache. Its place among the running ones and its room are kept meanwhile. One that is
+   held back, for what its owner is bringing to the prefix cache, is passed over.
 5. A sequence that needs a block when none is left preempts the last in serving order, perhaps itself. Never
    preempted are the only one running, one that has drawn nothing since its last preemption, one planned into this
    very step, and a PREFILL_ONLY one, whose blocks a push may be reading.
@@ -147,10 +148,15 @@ class StepBuilder:
             and self._chunk_budget > 0
         ):
             sequence = self._waiting[num_put_off]
+            if sequence.is_held_back:
+                num_put_off += 1
+                continue
             num_matchable = sequence.num_matchable_tokens // block_size
             hashes = sequence.block_hashes(num_matchable, block_size)
             cached = self._pool.match(hashes)
-            num_cached_tokens = len(cached) * block_size
+            loadable = hashes[len(cached) :]
+            loadable = loadable[: self._pool.num_loadable(loadable)]
+            num_cached_tokens = (len(cached) + len(loadable)) * block_size
             if self._chunk_end(sequence, num_cached_tokens, sequence.num_tokens) == num_cached_tokens:
                 break
             num_needed = sequence.num_missing_blocks(1, block_size) - len(cached)
@@ -160,13 +166,13 @@ class StepBuilder:
                 num_put_off += 1
                 num_claimed += num_needed
                 continue
-            self._admit(sequence, cached)
+            self._admit(sequence, cached, loadable)
             self._plan_chunk(sequence)
             prefilling.append(sequence)
             num_claimed += sequence.num_missing_blocks(1, block_size)
 
     def _is_under_way(self, prefilling: list[Sequence], sequence: Sequence, hashes: list[bytes]) -> bool:
-        """Whether one of `prefilling` that is served before `sequence` will compute the last block of `hashes`.
+        """Whether one of `prefilling` that is served before `sequence` will compute or load the last block of `hashes`.
 
         Waiting for it then takes no longer than computing it a second time, since chunks go in serving order.
         """
@@ -175,20 +181,24 @@ class StepBuilder:
         return any(
             other.order < sequence.order
             and not other.is_scoring
-            and other.num_computed < num_blocks * block_size <= other.num_to_prefill
+            and other.num_indexed_blocks < num_blocks <= other.num_to_prefill // block_size
             and other.block_hashes(num_blocks, block_size)[-1] == hashes[-1]
             for other in prefilling
         )
 
-    def _admit(self, sequence: Sequence, cached: list[int]) -> None:
+    def _admit(self, sequence: Sequence, cached: list[int], loadable: list[bytes]) -> None:
+        """`cached` are blocks of the pool, `loadable` is the content after them that the host tier has. What is loaded
+        counts as computed, and is found by others once the step is over."""
         self._pool.acquire(cached)
-        sequence.block_table = cached
+        loaded = self._pool.load(loadable)
+        sequence.block_table = cached + loaded
         sequence.num_indexed_blocks = len(cached)
-        sequence.num_computed = len(cached) * self._config.block_size
+        sequence.num_computed = len(sequence.block_table) * self._config.block_size
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed
             if not sequence.is_scoring:
-                self._pool.count_lookup(sequence.num_tokens, sequence.num_computed)
+                num_loaded_tokens = len(loaded) * self._config.block_size
+                self._pool.count_lookup(sequence.num_tokens, sequence.num_computed, num_loaded_tokens)
         sequence.phase = SequencePhase.RUNNING
         self._waiting.remove(sequence)
         self._running.add(sequence)

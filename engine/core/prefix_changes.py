@@ -1,4 +1,4 @@
-"""What has changed in a prefix index since its reader last asked, so that a copy of it can be kept elsewhere."""
+"""What has changed in a prefix cache since its reader last asked, so that a copy of it can be kept elsewhere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PendingChanges:
     """Changes that the reader has not been told, net: a block stored and evicted unseen leaves no trace.
 
     Evictions are told before what was stored, so a reader who applies what it is told never knows more blocks than
-    the pool has. Therefore no more of either wait than the pool has blocks, even if nobody ever asks.
+    the tiers can hold. Therefore no more of either wait than these have blocks, even if nobody ever asks.
     """
 
     __slots__ = ("_evicted", "_stored")

@@ -7,16 +7,15 @@ cannot be reached by `match`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.core.eviction import LruQueue
-from engine.core.prefix_changes import PendingChanges
 
 
 class PrefixIndex:
     """Block hash to block id, and the eviction order of the indexed blocks that nobody uses.
 
-    `changes` is what has come and gone since its reader last took them, `num_stored` and `num_evicted` since the start.
+    `num_stored` and `num_evicted` blocks have come and gone since the start.
 
     A parent can be idle while its child is in use: a push holds only the blocks that its receiver lacks, and the
     sequence they belong to may be over. Such a parent is evicted only when no idle leaf is left.
@@ -29,7 +28,6 @@ class PrefixIndex:
         "_idle_leaves",
         "_names",
         "_num_children",
-        "changes",
         "num_evicted",
         "num_stored",
     )
@@ -41,7 +39,6 @@ class PrefixIndex:
         self._idle_leaves = LruQueue()
         self._idle_inner = LruQueue()
         self._clock = 0
-        self.changes = PendingChanges()
         self.num_stored = 0
         self.num_evicted = 0
 
@@ -69,7 +66,6 @@ class PrefixIndex:
         if num_siblings == 0 and parent_id is not None and parent_id in self._idle_leaves:
             self._idle_inner.add(parent_id, self._idle_leaves.remove(parent_id))
         self.num_stored += 1
-        self.changes.stored(block_hash, parent_hash)
         return block_id
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
@@ -94,14 +90,14 @@ class PrefixIndex:
         queue = self._idle_leaves if block_id in self._idle_leaves else self._idle_inner
         queue.remove(block_id)
 
-    def evict(self) -> int:
-        """Forgets one idle block and returns its id. At least one must be idle."""
+    def evict(self) -> tuple[int, bytes, bytes]:
+        """Forgets one idle block and returns its id, its hash and its parent's. At least one must be idle."""
         block_id = (self._idle_leaves or self._idle_inner).pop_oldest()
-        self.remove(block_id)
-        return block_id
+        return block_id, *self.remove(block_id)
 
-    def remove(self, block_id: int) -> None:
-        """Forgets a block that is not idle. What follows it cannot be reached any more, and is evicted in its time."""
+    def remove(self, block_id: int) -> tuple[bytes, bytes]:
+        """Forgets a block that is not idle and returns its hash and its parent's. What follows it cannot be reached any
+        more, and is evicted in its time."""
         block_hash, parent_hash = self._names.pop(block_id)
         del self._block_of[block_hash]
         num_siblings = self._num_children[parent_hash] - 1
@@ -113,11 +109,15 @@ class PrefixIndex:
             if parent_id is not None and parent_id in self._idle_inner:
                 self._idle_leaves.add(parent_id, self._idle_inner.remove(parent_id))
         self.num_evicted += 1
-        self.changes.evicted(block_hash, parent_hash)
+        return block_hash, parent_hash
 
-    def tell_all_again(self) -> None:
-        """The reader of `changes` has lost track: to it, everything that is indexed is new."""
-        self.changes.start_over(self._names.values())
+    def names(self) -> Iterable[tuple[bytes, bytes]]:
+        """(hash, parent's hash) of every indexed block."""
+        return self._names.values()
+
+    def holds(self, block_hash: bytes) -> bool:
+        """Whether a block of that content is indexed."""
+        return block_hash in self._block_of
 
     def check_invariants(self) -> None:
         assert len(self._block_of) == len(self._names), "hashes and blocks are not one to one"
@@ -132,6 +132,5 @@ class PrefixIndex:
             assert not (is_inner and not has_children), f"block {block_id} is a leaf, yet is queued as inner"
         assert num_children == self._num_children, "child counts are wrong"
         assert self.num_stored - self.num_evicted == len(self._names), "blocks came or went uncounted"
-        self.changes.check_invariants(self._block_of)
         self._idle_leaves.check_invariants()
         self._idle_inner.check_invariants()

@@ -168,6 +168,12 @@ class Scheduler:
         self._update_growth_headroom()
         return emitted
 
+    def hold_back(self, key: SequenceKey, *, is_held_back: bool) -> None:
+        """Whether a waiting sequence is passed over when sequences are admitted; of one that is not here, nothing."""
+        sequence = self._sequences.get(key)
+        if sequence is not None:
+            sequence.is_held_back = is_held_back
+
     def abort(self, key: SequenceKey) -> bool:
         """Forgets a sequence in any state; False if it is not here.
 
@@ -200,11 +206,13 @@ class Scheduler:
             return None
         self._next_step_id += 1
         self._outstanding = _OutstandingStep(step_id=step_id, planned=builder.planned)
-        return StepPlan(step_id=step_id, sequences=[planned.step for planned in builder.planned])
+        copies = self._pool.start_step()
+        return StepPlan(step_id=step_id, sequences=[planned.step for planned in builder.planned], copies=copies)
 
     def apply(self, result: StepResult) -> StepOutcome:
         """Takes in what the runner computed for the outstanding plan. The order of `emitted` is the plan's."""
         planned_sequences = self._end_step(result.step_id)
+        self._pool.end_step()
         assert len(result.tokens) == len(planned_sequences), "the result does not fit the plan"
         outcome = StepOutcome(preempted=self._preempted)
         self._preempted = []
@@ -236,6 +244,7 @@ class Scheduler:
         """
         assert self._outstanding is not None, "no plan is outstanding"
         failed: list[SequenceKey] = []
+        self._pool.end_step(is_failed=True)
         for planned in self._end_step(self._outstanding.step_id):
             sequence = planned.sequence
             if sequence.phase is SequencePhase.GONE:

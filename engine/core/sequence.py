@@ -79,6 +79,7 @@ class Sequence:
         num_cached_tokens: tokens found in the prefix cache when it first ran; None before.
         num_to_score: prompt tokens after the first whose log-probabilities are wanted of this sequence.
         num_scored: how many of them have been computed.
+        is_held_back: it waits for what is being brought to the prefix cache, and is not to be admitted before.
         is_shielded: it was preempted and has drawn nothing since, so it must not be preempted again.
         last_step_id: the last step it was part of.
     """
@@ -87,6 +88,7 @@ class Sequence:
         "_block_hashes",
         "_extra_key",
         "block_table",
+        "is_held_back",
         "is_shielded",
         "key",
         "last_step_id",
@@ -134,6 +136,7 @@ class Sequence:
         is_scored = spec.sampling.prompt_logprobs is not None and spec.mode is not SequenceMode.DECODE
         self.num_to_score = len(self.prompt_ids) - 1 if is_scored else 0
         self.num_scored = 0
+        self.is_held_back = False
         self.is_shielded = False
         self.last_step_id = -1
         self._extra_key = spec.extra_key

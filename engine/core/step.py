@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.core.sampling import SamplingParams
+from engine.core.tiers import BlockCopy
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -50,10 +51,15 @@ class SequenceStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One forward pass: first the decoding sequences (one token each), then prefill chunks."""
+    """One forward pass: first the decoding sequences (one token each), then prefill chunks.
+
+    `copies` are made before it, in their order: they bring cached content into the blocks that it reads, and save what
+    lies in those that it writes.
+    """
 
     step_id: int
     sequences: list[SequenceStep]
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

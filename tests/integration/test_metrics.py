@@ -21,6 +21,7 @@ from cluster.wire.channels import PortInUseError, make_channel
 from cluster.wire.metrics_server import MAX_CONNECTIONS, MAX_REQUEST_BYTES, MetricsServer
 from tests.support.engine_model import write_tiny_model
 from tests.support.plain_cluster import PlainCluster, greedy
+from tests.support.soak import TIERS_OF_PROCESSES
 
 DEADLINE_S = 60.0
 Samples = dict[tuple[str, str], float]
@@ -156,6 +157,76 @@ def test_workers_count_what_the_prefix_cache_saves(tmp_path: Path) -> None:
                 assert page[("baton_sequences", "running")] == page[("baton_sequences", "waiting")] == 0
 
     asyncio.run(main())
+
+
+@pytest.mark.skipif(not TIERS_OF_PROCESSES, reason="takes seconds; the unit tests look at each part (make soak-tiers)")
+def test_what_is_evicted_comes_back_from_host_memory_and_after_a_restart_from_files(tmp_path: Path) -> None:
+    """Pools of ten blocks and prompts of six: each pushes the last one's blocks out, and finds its own again."""
+    write_tiny_model(tmp_path / "model", max_position_embeddings=128)
+    options = ("--kv-blocks", "10", "--host-cache-blocks", "64", "--transport", "shm")
+    files = ("--disk-cache-blocks", "64", "--disk-cache-dir", str(tmp_path / "files"))
+    prompts = [[3 + (step * index + step) % 90 for index in range(97)] for step in (7, 11, 13)]
+
+    async def main() -> None:
+        async with PlainCluster(tmp_path / "model", tmp_path) as cluster:
+            prefill = await cluster.start_worker(Role.PREFILL, "p0", *options, *files)
+            decode = await cluster.start_worker(Role.DECODE, "d0", *options)
+            for worker in (prefill, decode):
+                await worker.ready()
+            answers = []
+            for index in range(6):
+                answer = await cluster.answer(f"r{index}", greedy(prompts[index % 3], 10))
+                assert answer.outcome is Outcome.LENGTH, answer.reason
+                answers.append(answer.tokens)
+                # So that none is left out: all that is in host memory is written.
+                await _wait_for_tiers(cluster, "p0", lambda tiers: tiers["blocks/disk"] == tiers["blocks/host"])
+            assert answers[:3] == answers[3:] and len({tuple(each) for each in answers}) == 3
+            # Each block's worth is hit once, wherever it lay.
+            for name in ("p0", "d0"):
+                tiers = await _wait_for_tiers(cluster, name, lambda tiers: tiers["query"] == 6 * 97)
+                assert tiers["hits/pool"] + tiers["hits/host"] == 3 * 96 and tiers["hits/host"] >= 2 * 96
+                assert tiers["loaded"] > 0 and tiers["spilled"] > 0 and tiers["blocks/host"] >= 12
+            await prefill.stop()
+            prefill = await cluster.start_worker(Role.PREFILL, "p0", *options, *files)
+            await prefill.ready()
+            answer = await cluster.answer("again", greedy(prompts[0], 10))
+            assert answer.tokens == answers[0]
+            tiers = await _wait_for_tiers(cluster, "p0", lambda tiers: tiers.get("read", 0) > 0)
+            assert tiers["bad"] == 0
+
+    asyncio.run(main())
+
+
+TIER_METRICS = {
+    "baton_prefix_cache_query_tokens_total": "query",
+    "baton_prefix_cache_tier_hit_tokens_total": "hits",
+    "baton_prefix_cache_tier_blocks": "blocks",
+    "baton_prefix_cache_loaded_bytes_total": "loaded",
+    "baton_prefix_cache_spilled_bytes_total": "spilled",
+    "baton_prefix_cache_disk_read_bytes_total": "read",
+    "baton_prefix_cache_disk_bad_files_total": "bad",
+}
+
+
+async def _wait_for_tiers(
+    cluster: PlainCluster, worker: str, condition: Callable[[dict[str, float]], bool]
+) -> dict[str, float]:
+    """A worker's page, by short name and tier, once it says what is waited for."""
+    async with make_channel(cluster.address) as channel, asyncio.timeout(DEADLINE_S):
+        admin = admin_pb2_grpc.AdminStub(channel)
+        while True:
+            status = await admin.GetStatus(admin_pb2.GetStatusRequest())
+            addresses = [w.metrics_address for pool in status.pools for w in pool.workers if w.name == worker and w.pid]
+            for address in addresses:
+                samples = await asyncio.to_thread(read_samples, address)
+                tiers = {
+                    "/".join((TIER_METRICS[s.name], *([s.labels["tier"]] if "tier" in s.labels else []))): s.value
+                    for s in samples
+                    if s.name in TIER_METRICS
+                }
+                if condition(tiers):
+                    return tiers
+            await asyncio.sleep(0.02)
 
 
 async def _check_links(cluster: PlainCluster, workers: dict[str, admin_pb2.WorkerStatus]) -> None:

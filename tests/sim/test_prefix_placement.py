@@ -11,11 +11,19 @@ import pytest
 from cluster.core.ids import Role, WorkerId
 from cluster.core.messages import BlockEvents
 from cluster.core.prefix_map import BLOCK_HASH_BYTES, HeldPrefixes, PrefixMap
+from cluster.sim import worker_node
 from cluster.sim.client import Client
+from cluster.sim.engine_model import StepRun
 from cluster.sim.history import run_seed
 from cluster.sim.kernel import MILLISECOND_NS
-from cluster.sim.scenario import Request
+from cluster.sim.kv_memory import KVMemory
+from cluster.sim.scenario import Request, Scenario
+from cluster.sim.shape import MODEL_FINGERPRINT
+from cluster.sim.trace import Trace
 from cluster.sim.world import World
+from engine.core.block_hash import extra_key, hash_blocks
+from engine.core.step import StepPlan
+from tests.sim.conftest import NUM_HISTORIES
 from tests.sim.worlds import ANSWERED, ask, count, finish, make_world
 
 NUM_SEEDS = 40
@@ -102,3 +110,73 @@ def test_a_map_that_lies_costs_no_answer_whatever_else_goes_wrong(monkeypatch: p
     for seed in range(NUM_SEEDS):
         run_seed(seed)
     assert sum(len(chain) > 0 for chain in asked) > NUM_SEEDS
+
+
+def test_a_conversation_that_its_pool_cannot_hold_is_read_from_host_memory() -> None:
+    """Six conversations on one worker whose pool holds the blocks of one or two."""
+    shares = {}
+    for num_host_blocks in (0, 200):
+        world = make_world(*conversations(6), num_blocks=20, num_host_blocks=num_host_blocks)
+        assert all(client.outcome in ANSWERED for client in finish(world))
+        shares[num_host_blocks] = cached_share(world)
+    assert shares[0] < 0.1 and shares[200] > 0.5, shares
+
+
+def test_a_conversation_that_host_memory_cannot_hold_is_read_from_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they can be read in time; where they cannot, prompts are computed and nobody waits for long."""
+    shares = []
+    for max_disk_ns in (MILLISECOND_NS, 100_000 * MILLISECOND_NS):
+        monkeypatch.setattr(worker_node, "MAX_DISK_NS", max_disk_ns)
+        monkeypatch.setattr(worker_node, "DISK_FAILURE_SHARE", 0.0)
+        world = make_world(*conversations(6), num_blocks=20, num_host_blocks=24, num_disk_blocks=500)
+        assert all(client.outcome in ANSWERED for client in finish(world))
+        shares.append(cached_share(world))
+    assert shares[0] > 0.4 and shares[1] < 0.2, shares
+
+
+def test_one_document_read_by_many_is_computed_and_stored_once_a_worker_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Questions (a thousand in `make soak`) about one document, which other prompts push out of every pool."""
+    num_questions = 1000 if NUM_HISTORIES > 1500 else 120
+    document, num_blocks = ask(0, num_prompt_tokens=48).prompt_ids, 48 // 4
+    questions = [
+        dataclasses.replace(
+            ask(index, max_tokens=2),
+            request_id=f"q{index}",
+            prompt_ids=(*document, 3 + index % 57, 3 + index // 57),
+            arrival_ns=(40 + 60 * index) * MILLISECOND_NS,
+        )
+        for index in range(num_questions)
+    ]
+    others = [
+        dataclasses.replace(ask(index, num_prompt_tokens=60, max_tokens=2), arrival_ns=each.arrival_ns + MILLISECOND_NS)
+        for index, each in enumerate(questions)
+        if index % 2 == 0
+    ]
+    num_computed: dict[int, int] = {}
+
+    class CountingRun(StepRun):
+        def __init__(self, plan: StepPlan, memory: KVMemory, variant: int = 0) -> None:
+            super().__init__(plan, memory, variant)
+            for step in plan.sequences:
+                if step.key.request_id.startswith("q") and step.start < len(document):
+                    num_tokens = min(step.start + len(step.token_ids), len(document)) - step.start
+                    num_computed[id(memory)] = num_computed.get(id(memory), 0) + num_tokens
+
+    monkeypatch.setattr(worker_node, "StepRun", CountingRun)
+    scenario = Scenario(
+        seed=1, requests=(*questions, *others), num_prefill=3, num_decode=2, num_blocks=20, num_host_blocks=4000
+    )
+    world = World(scenario, trace=Trace(enabled=False), check_every=500, max_events=5_000_000)
+    assert all(client.outcome in ANSWERED for client in finish(world))
+    assert 1 <= len(num_computed) <= 3 and set(num_computed.values()) == {len(document)}, num_computed
+    hashes = hash_blocks(document, 4, extra_key(MODEL_FINGERPRINT))
+    for node in world.all_workers:
+        pool = node.state.pool
+        num_in_pool = len(pool.match(hashes))
+        assert num_in_pool + pool.num_loadable(hashes[num_in_pool:]) in (0, num_blocks)
+    counters = [node.state.pool.prefix_counters() for node in world.all_workers]
+    assert sum(each.num_host_hit_tokens for each in counters) > num_questions // 10 * len(document), (
+        "it never was in the pool's way"
+    )

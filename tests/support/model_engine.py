@@ -14,9 +14,10 @@ import torch
 from engine.core.block_pool import BlockPool, BlockState
 from engine.core.sampling import SamplingParams
 from engine.core.step import SequenceKey, StepPlan, StepResult
+from engine.core.tiers import BlockCopy
 from engine.runner import Runner
 from tests.support.engine_model import make_step, write_tiny_model
-from tests.support.scheduler_machine import EOS, KV, MAX_BLOCKS
+from tests.support.scheduler_machine import EOS, KV, MAX_BLOCKS, MAX_HOST_BLOCKS
 from tests.support.toy_engine import Undisturbed
 
 NUM_ALONE_BLOCKS = 64
@@ -42,6 +43,9 @@ class ModelRunner:
                 block_id = step.block_table[position // self._block_size]
                 assert self._pool.state(block_id) is BlockState.ACTIVE
         return self._runner.run(plan)
+
+    def copy_blocks(self, copies: tuple[BlockCopy, ...]) -> None:
+        self._runner.copy_blocks(copies)
 
     def write(self, block_table: list[int], kv: KV) -> None:
         for position, kv_LKCD in enumerate(kv):
@@ -153,7 +157,9 @@ class ModelEngine:
         runner = self._runners.get(block_size)
         if runner is None:
             num_blocks = MAX_BLOCKS + NUM_ALONE_BLOCKS
-            runner = Runner.from_directory(self._folder, "float32", num_blocks, block_size, 1)
+            runner = Runner.from_directory(
+                self._folder, "float32", num_blocks, block_size, 1, num_host_blocks=MAX_HOST_BLOCKS
+            )
             self._runners[block_size] = runner
         return runner
 

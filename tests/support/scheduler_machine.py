@@ -21,8 +21,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from cluster.agent.prefix_pins import pin_prefix
 from engine.core.block_hash import hash_blocks
 from engine.core.block_pool import BlockPool, OutOfBlocksError
+from engine.core.lower_tiers import LowerTiers
 from engine.core.outcome import ScoredPrompt
 from engine.core.planning import MAX_SCORED_ROWS
 from engine.core.request import Sibling, twins_of
@@ -36,11 +38,14 @@ from engine.core.scheduler import (
 )
 from engine.core.sequence import num_blocks_for
 from engine.core.step import SequenceKey, StepPlan, StepResult
+from engine.core.tiers import BlockCopy
 from tests.support.toy_engine import Answers, ToyRunner, Undisturbed, kv_of, scores_of, undisturbed
 
 EOS = 3
 MAX_BLOCKS = 38
 """Of any machine's pool."""
+MAX_HOST_BLOCKS = 12
+"""Of its host tier."""
 KV = list[Any]
 """Of one token each, as an engine has it."""
 
@@ -49,6 +54,8 @@ class MachineRunner(Protocol):
     """Runs plans over the slots of a pool, and lets a test look into them."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
+
+    def copy_blocks(self, copies: tuple[BlockCopy, ...]) -> None: ...
 
     def write(self, block_table: list[int], kv: KV) -> None:
         """Puts the KV of positions 0, 1, ... into their slots, as a push does."""
@@ -168,6 +175,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         max_model_tokens=st.integers(8, 30),
         num_spare_blocks=st.integers(0, 8),
+        num_host_blocks=st.sampled_from([0, 2, MAX_HOST_BLOCKS]),
         max_running=st.integers(1, 6),
         num_chunk_blocks=st.integers(1, 3),
         num_spare_step_tokens=st.integers(0, 8),
@@ -177,6 +185,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size: int,
         max_model_tokens: int,
         num_spare_blocks: int,
+        num_host_blocks: int,
         max_running: int,
         num_chunk_blocks: int,
         num_spare_step_tokens: int,
@@ -189,7 +198,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_tokens=max_model_tokens,
             eos_token_ids=frozenset({EOS}),
         )
-        self.pool = BlockPool(num_blocks_for(max_model_tokens, block_size) + num_spare_blocks)
+        num_blocks = num_blocks_for(max_model_tokens, block_size) + num_spare_blocks
+        self.pool = BlockPool(num_blocks, lower_tiers=LowerTiers(num_host_blocks))
         assert self.pool.num_blocks <= MAX_BLOCKS
         self.scheduler = Scheduler(self.config, self.pool)
         self.salts: dict[SequenceKey, int] = {}
@@ -305,15 +315,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         token_ids = spec.prompt_ids + spec.forced_output_ids
         # At least one token is left for the sender to compute, as with the scheduler's own hits.
         hashes = hash_blocks(token_ids[:-1], self.config.block_size, spec.extra_key)
-        pinned = self.pool.match(hashes)
-        self.pool.acquire(pinned)
         num_needed = num_blocks_for(len(token_ids) + 1, self.config.block_size) + len(spec.siblings)
+        pinned = pin_prefix(self.pool, hashes, num_needed).block_ids
         try:
             granted = self.pool.reserve(num_needed - len(pinned))
         except OutOfBlocksError:
             self.pool.release(pinned)
             self.give_up(spec)
             return
+        finally:
+            self.runner.copy_blocks(self.pool.take_copies())
         self.pushes.append(Push(spec=spec, pinned=pinned, granted=granted))
 
     @precondition(lambda self: self.pushes)

@@ -18,6 +18,8 @@ NUM_KILLED_REMOTE_PUSHES = int(os.environ.get("BATON_KILLED_REMOTE_PUSHES", "0")
 """The same over the transports between hosts, which take longer: `make test-wires` asks for some."""
 FULL_ALONE_EVERY = int(os.environ.get("BATON_FULL_ALONE_EVERY", "8"))
 """Every so-manyth reference prompt that is answered alone in a cluster is answered to its end."""
+TIERS_OF_PROCESSES = bool(os.environ.get("BATON_TIERS_OF_PROCESSES"))
+"""Whether the prefix cache's lower tiers are looked at in real workers too, one of which is started again."""
 
 MAX_BATCH = 250
 """Histories that one test plays: Hypothesis remembers all that it has drawn in a test, half a megabyte for each."""

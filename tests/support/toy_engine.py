@@ -14,6 +14,7 @@ from engine.core.block_pool import BlockPool, BlockState
 from engine.core.sampling import SamplingParams
 from engine.core.scheduler import EmittedToken, Scheduler, StepOutcome
 from engine.core.step import SampledToken, ScoredToken, SequenceKey, SequenceStep, StepPlan, StepResult
+from engine.core.tiers import BlockCopy
 
 VOCABULARY_SIZE = 50
 _START = 17
@@ -101,6 +102,7 @@ class ToyRunner:
         self._block_size = block_size
         self._salt_of = salt_of
         self._layers = [[0] * (pool.num_blocks * block_size) for _ in range(num_layers)]
+        self._host_blocks: dict[int, list[list[int]]] = {}
         self.num_tokens_run = 0
         self.max_sequences_in_step = 0
 
@@ -125,6 +127,15 @@ class ToyRunner:
         for layer, slots in zip(layers, content, strict=True):
             self._layers[layer][span] = slots
 
+    def copy_blocks(self, copies: tuple[BlockCopy, ...]) -> None:
+        """Between the pool and the host tier."""
+        layers = range(len(self._layers))
+        for copy in copies:
+            if copy.is_load:
+                self.put_block(copy.block_id, layers, self._host_blocks[copy.slot])
+            else:
+                self._host_blocks[copy.slot] = self.block(copy.block_id, layers)
+
     def _put(self, slot: int, token_kv: int, layers: range) -> None:
         for layer in layers:
             self._layers[layer][slot] = _of_layer(token_kv, layer)
@@ -144,6 +155,8 @@ class ToyRunner:
 
     def run_layers(self, plan: StepPlan, layers: range) -> StepResult:
         """As `run`, but writes only these layers."""
+        if layers.start == 0:
+            self.copy_blocks(plan.copies)
         # All reading comes before all writing, so that nobody can lean on what a neighbour computes in this step.
         folds = []
         for step in plan.sequences:

@@ -63,6 +63,7 @@ def worker_config(
     role: Role,
     *,
     num_blocks: int = 48,
+    num_host_blocks: int = 0,
     limits: AgentLimits | None = None,
     accepts: tuple[type[Work], ...] = (Reserve, Prefill, RunLocal),
     eos_token_ids: frozenset[int] = frozenset(),
@@ -95,6 +96,7 @@ def worker_config(
         hello=hello,
         scheduler=scheduler,
         num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
         num_layers=NUM_LAYERS,
         model_fingerprint="toy",
         accepts=accepts,
@@ -139,6 +141,8 @@ class Host:
         match effect:
             case fx.ToCoordinator(message=message):
                 self.world.told(self, message)
+            case fx.CopyBlocks(copies=copies):
+                self.runner.copy_blocks(copies)
             case fx.RunStep(plan=plan, layer_marks=layer_marks):
                 assert self.plan is None, "two steps at once"
                 self.plan, self.layer_marks, self.num_layers_written = plan, list(layer_marks), 0

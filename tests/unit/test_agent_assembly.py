@@ -33,6 +33,8 @@ SETTINGS = WorkerSettings(
 
 def engine() -> Any:
     return SimpleNamespace(
+        disk_cache=None,
+        on_disk=(),
         transport=SimpleNamespace(name="shm", endpoint=lambda: b""),
         scheduler=SchedulerConfig(
             block_size=16,

@@ -138,6 +138,14 @@ def test_a_worker_takes_as_many_requests_as_the_file_may_say() -> None:
     assert min(AgentLimits().max_legs, PushLimits().max_pushes) >= MAX_RUNNING
 
 
+def test_host_cache_is_off_unless_it_is_asked_for() -> None:
+    assert [pool.host_cache_bytes for pool in _parse({**MINIMAL, "pools": _pools()}).pools] == [0, 0]
+    assert _parse({**MINIMAL, "pools": _pools(host_cache="3GiB")}).pools[1].host_cache_bytes == 3 * 2**30
+    on_disk = _pools(host_cache="1GiB", disk_cache="9GiB", disk_cache_directory="/var/kv")
+    pool = _parse({**MINIMAL, "pools": on_disk}).pools[1]
+    assert (pool.disk_cache_bytes, pool.disk_cache_directory) == (9 * 2**30, "/var/kv")
+
+
 @pytest.mark.parametrize(
     ("text", "size_bytes"),
     [("512MiB", 2**29), ("1.5 GiB", 3 * 2**29), ("2GB", 2 * 10**9), (2**21, 2**21), ("1048576B", 2**20)],
@@ -165,6 +173,9 @@ def test_unknown_key_of_another_type() -> None:
         ({"pools": _pools(replicas=True)}, "pools[1].replicas", "true/false", "integer"),
         ({"pools": _pools(replicas=0)}, "pools[1].replicas", "0 (integer)", "integer from 1"),
         ({"pools": _pools(replicas=-3)}, "pools[1].replicas", "-3", "integer from 1"),
+        ({"pools": _pools(disk_cache="1GiB", disk_cache_directory="/kv")}, "pools[1].disk_cache", "host_cache", "both"),
+        ({"pools": _pools(host_cache="1GiB", disk_cache="1GiB")}, "pools[1].disk_cache", "directory", "the path"),
+        ({"pools": _pools(disk_cache_directory="kv")}, "pools[1].disk_cache_directory", "'kv'", "absolute"),
         ({"pools": _pools(kv_memory="lots")}, "pools[1].kv_memory", "'lots'", "size such as 512MiB"),
         ({"pools": _pools(kv_memory="0MiB")}, "pools[1].kv_memory", "'0MiB'", "from 1MiB"),
         ({"pools": _pools(kv_memory=["1"])}, "pools[1].kv_memory", "a list", "size"),

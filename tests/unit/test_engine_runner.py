@@ -12,6 +12,7 @@ import torch
 from engine.attention.native_library import KernelsUnavailableError, load_kernels
 from engine.core.sampling import SamplingParams
 from engine.core.step import SequenceStep, StepPlan
+from engine.core.tiers import BlockCopy
 from engine.model.safetensors_file import ModelWeightsError
 from engine.runner import Runner, kv_block_size_bytes
 from engine.step_tensors import StepTensorBuilder
@@ -296,3 +297,45 @@ def test_logits_do_not_depend_on_how_a_prompt_is_cut(model_dir: Path, dtype: str
     for _ in range(5):
         ends = [*sorted(draw.sample(range(1, 100), draw.randint(1, 9))), 100]
         assert torch.equal(last_logits(ends, beside), expected), ends
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_come_back_from_the_host_tier_as_they_were(model_dir: Path, dtype: str) -> None:
+    """Every byte, whether copies are neighbours or not, and in the order in which they were asked for."""
+    runner = Runner.from_directory(model_dir, dtype, 16, BLOCK_SIZE, 1, num_host_blocks=6)
+    pool_BLKCSD = runner.cache.pool_BLKCSD
+    pool_BLKCSD.copy_(torch.randn(pool_BLKCSD.shape))
+    before = pool_BLKCSD.clone()
+    spills = ((2, 0), (3, 1), (4, 2), (9, 4), (5, 5))
+    runner.copy_blocks(tuple(BlockCopy(block_id=block, slot=slot, is_load=False) for block, slot in spills))
+    pool_BLKCSD[2:10] = 7.0
+    loads = ((12, 2), (13, 4), (2, 0), (3, 1), (4, 5))
+    runner.copy_blocks(tuple(BlockCopy(block_id=block, slot=slot, is_load=True) for block, slot in loads))
+    source_of = {slot: block for block, slot in spills}
+    found = {block: source_of[slot] for block, slot in loads}
+    for block, source in found.items():
+        assert torch.equal(pool_BLKCSD[block], before[source])
+    assert torch.equal(pool_BLKCSD[:2], before[:2]) and torch.equal(pool_BLKCSD[14:], before[14:])
+
+
+def test_a_plans_copies_come_before_its_tokens(model_dir: Path) -> None:
+    """A step that loads what it reads, into blocks whose own content it saves, gives the tokens of one that has it."""
+    prompt, last = [5 + index for index in range(16)], 40
+    runner = Runner.from_directory(model_dir, "float32", 16, BLOCK_SIZE, 1, num_host_blocks=4)
+    runner.run(plan(make_step(prompt, 0, [1, 2], sample=False)))
+    expected = runner.run(plan(make_step([last], 16, [1, 2, 3])))
+    other = [60 - index for index in range(16)]
+    runner.run(plan(make_step(other, 0, [8, 9], sample=False)))
+    for block, slot in ((1, 0), (2, 3)):
+        runner.copy_blocks((BlockCopy(block_id=block, slot=slot, is_load=False),))
+    copies = (
+        *(BlockCopy(block_id=8 + index, slot=1 + index, is_load=False) for index in range(2)),
+        BlockCopy(block_id=8, slot=0, is_load=True),
+        BlockCopy(block_id=9, slot=3, is_load=True),
+        *(BlockCopy(block_id=5 + index, slot=1 + index, is_load=True) for index in range(2)),
+    )
+    step = StepPlan(step_id=7, sequences=[make_step([last], 16, [8, 9, 3])], copies=copies)
+    assert runner.run(step).tokens == expected.tokens
+    fresh = Runner.from_directory(model_dir, "float32", 16, BLOCK_SIZE, 1)
+    fresh.run(plan(make_step(other, 0, [8, 9], sample=False)))
+    assert torch.equal(runner.cache.pool_BLKCSD[5:7], fresh.cache.pool_BLKCSD[8:10])

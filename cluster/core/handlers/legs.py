@@ -7,6 +7,7 @@ attempt that its request no longer counts on can only release what it held.
 from __future__ import annotations
 
 from cluster.core.attempts import Attempt, Leg, LegState
+from cluster.core.handlers import fetching
 from cluster.core.handlers.ending import (
     end_request,
     fail_attempt,
@@ -45,6 +46,9 @@ def on_reserve_granted(parts: Parts, now_ns: int, sender: WorkerId, message: Res
     if known is None:
         return
     attempt, _ = known
+    if attempt.num_fetched_blocks:
+        fetching.on_granted(parts, now_ns, attempt, message)
+        return
     request = _request_of(parts, attempt)
     prefill = attempt.prefill
     if request is None or request.phase is not Phase.RESERVING or prefill is None or prefill.worker == sender:
@@ -90,6 +94,8 @@ def on_reserve_refused(parts: Parts, now_ns: int, sender: WorkerId, message: Res
         return
     request = _request_of(parts, attempt)
     release_leg(parts, attempt, leg)
+    if attempt.num_fetched_blocks:
+        fetching.abandon(parts, now_ns, attempt, message.reason)
     if request is not None and request.phase is Phase.RESERVING:
         exclude_and_withdraw(parts, now_ns, request, attempt, f"{sender} cannot reserve: {message.reason}")
 
@@ -152,6 +158,9 @@ def on_leg_failed(parts: Parts, now_ns: int, sender: WorkerId, message: LegFaile
     if leg.state is LegState.ACTIVE:
         mark_closing(parts, now_ns, attempt, leg)
     failure = Failure(message.outcome, f"{sender}: {message.reason}")
+    if attempt.num_fetched_blocks:
+        fetching.abandon(parts, now_ns, attempt, message.reason)
+        return
     if _condemn_blamed(parts, now_ns, attempt, leg, message.blame, failure.reason):
         return
     request = _request_of(parts, attempt)
@@ -182,6 +191,8 @@ def on_leg_released(parts: Parts, now_ns: int, sender: WorkerId, message: LegRel
     request = _request_of(parts, attempt)
     is_working = leg.state is LegState.ACTIVE and (leg.half is Role.DECODE or leg.num_unread_tokens > 0)
     release_leg(parts, attempt, leg)
+    if attempt.num_fetched_blocks and not attempt.committed and leg.half is Role.DECODE:
+        fetching.abandon(parts, now_ns, attempt, f"{sender} holds nothing of it any more")
     if request is None or not is_working or not is_needed(request, attempt, leg):
         return
     failure = Failure(Outcome.INTERNAL, f"{sender} let go of {attempt.attempt_id} unasked")

@@ -8,6 +8,7 @@ from cluster.core.attempts import Attempt, Leg, LegState
 from cluster.core.disaggregation import ALWAYS_PUSHED
 from cluster.core.handlers.accounting import demand_for
 from cluster.core.handlers.ending import watch_deadline, withdraw_attempt
+from cluster.core.handlers.fetching import start_fetch
 from cluster.core.handlers.suspecting import keep_apart, on_placed
 from cluster.core.ids import Outcome, Role, Route, WorkerId
 from cluster.core.leases import Lease, Side
@@ -18,8 +19,10 @@ from cluster.core.requests import Phase, Request
 from cluster.core.timers import TimerKey, TimerKind
 from cluster.core.workers import Worker
 from cluster.policy.candidates import MAX_HOLDERS, candidates_of
+from cluster.policy.costs import usual_costs
 from cluster.policy.decision import Cause
 from cluster.policy.placement import Candidates, Demand, Placement, Wait, place, takes
+from cluster.policy.prefix_fetch import fetch_of
 
 
 def place_waiting(parts: Parts, now_ns: int) -> None:
@@ -29,12 +32,14 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
         assert request is not None and request.phase is Phase.QUEUED
         request.excluded = {worker: until for worker, until in request.excluded.items() if until > now_ns}
         demand = demand_for(parts, request)
-        decision = _decide(parts, now_ns, request, demand)
-        if isinstance(decision, Wait):
+        candidates = keep_apart(parts, now_ns, request, _candidates(parts, request))
+        decision = candidates if isinstance(candidates, Wait) else _decide(parts, request, demand, candidates)
+        if isinstance(candidates, Wait) or isinstance(decision, Wait):
             request.waiting_for = decision.reason
             return
         parts.queue.serve(request_id)
         request.is_charged = True
+        _fetch_prefix(parts, now_ns, request, candidates, decision)
         request.attempt = request.next_attempt
         request.waiting_for = ""
         if decision.prefill is None:
@@ -51,10 +56,7 @@ def has_room_elsewhere(parts: Parts, request: Request) -> bool:
     return any(takes(worker, demand) for worker in decode if worker.id not in request.excluded)
 
 
-def _decide(parts: Parts, now_ns: int, request: Request, demand: Demand) -> Placement | Wait:
-    candidates = keep_apart(parts, now_ns, request, _candidates(parts, request))
-    if isinstance(candidates, Wait):
-        return candidates
+def _decide(parts: Parts, request: Request, demand: Demand, candidates: Candidates) -> Placement | Wait:
     why_local = _why_local(parts, request)
     source = None if request.suspicions else _source(parts, request)
     if source is not None and why_local is None:
@@ -96,6 +98,24 @@ def _candidates(parts: Parts, request: Request) -> Candidates:
         rules=parts.config.disaggregation,
         hand_over=parts.hand_over.usual,
     )
+
+
+def _fetch_prefix(parts: Parts, now_ns: int, request: Request, candidates: Candidates, placement: Placement) -> None:
+    """Where it is worth it, whoever reads the prompt fetches what another worker has of it, beside the attempt."""
+    if not parts.config.coordinator.fetch_prefixes or request.suspicions:
+        return
+    reader = _registered(parts, placement.prefill or placement.decode)
+    workers = {worker.id: worker for worker in (*candidates.prefill, *candidates.decode)}
+    held = parts.prefixes.look_up(request.chain)
+    # What a worker is only expected to compute is not there yet.
+    holders = [(worker, held.num_told_blocks_of(worker.id)) for worker in workers.values()]
+    holders = [(worker, num_blocks) for worker, num_blocks in holders if num_blocks]
+    num_own_blocks = candidates.num_held_blocks.get(reader.id, 0)
+    usual = usual_costs(tuple(workers.values()))
+    fetch = fetch_of(reader, holders, num_own_blocks, parts.config.kv.block_size, parts.links, usual)
+    if fetch is not None:
+        request.attempt = request.next_attempt
+        start_fetch(parts, now_ns, request, reader, fetch)
 
 
 def _why_local(parts: Parts, request: Request) -> str | None:

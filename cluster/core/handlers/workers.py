@@ -5,6 +5,7 @@ from __future__ import annotations
 from cluster.core.attempts import LegState
 from cluster.core.handlers import draining, rebuilding
 from cluster.core.handlers.ending import attempt_timer, fail_attempt, is_needed, retire_if_over, withdraw_attempt
+from cluster.core.handlers.fetching import abandon
 from cluster.core.handlers.suspecting import condemn, culprit_of_loss, poison_reason
 from cluster.core.ids import AttemptId, Outcome, WorkerId
 from cluster.core.limits import (
@@ -155,7 +156,9 @@ def lose_worker(parts: Parts, now_ns: int, worker_id: WorkerId, reason: str, *, 
         attempt = parts.attempts.get(attempt_id)
         assert attempt is not None, "a retired attempt has no legs"
         request = parts.requests.get(attempt_id.request_id) if attempt.is_current else None
-        if request is None or not is_needed(request, attempt, leg):
+        if attempt.num_fetched_blocks:
+            abandon(parts, now_ns, attempt, failure.reason)
+        elif request is None or not is_needed(request, attempt, leg):
             retire_if_over(parts, attempt)
         elif request is culprit:
             pass  # below: it may be at another attempt already

@@ -1724,11 +1724,13 @@ class Reserve(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
     IS_TRIAL_FIELD_NUMBER: _builtins.int
+    NUM_PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     num_tokens: _builtins.int
     ttl_ms: _builtins.int
     is_trial: _builtins.bool
     """LegSurvived is wanted. Also in RunLocal."""
+    num_prefix_blocks: _builtins.int
     @_builtins.property
     def attempt(self) -> Global___AttemptId: ...
     @_builtins.property
@@ -1742,10 +1744,11 @@ class Reserve(_message.Message):
         num_tokens: _builtins.int = ...,
         ttl_ms: _builtins.int = ...,
         is_trial: _builtins.bool = ...,
+        num_prefix_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "is_trial", b"is_trial", "lease_id", b"lease_id", "num_tokens", b"num_tokens", "source", b"source", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "is_trial", b"is_trial", "lease_id", b"lease_id", "num_prefix_blocks", b"num_prefix_blocks", "num_tokens", b"num_tokens", "source", b"source", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1761,11 +1764,13 @@ class Prefill(_message.Message):
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     num_cached_blocks: _builtins.int
     ttl_ms: _builtins.int
     blocks: _builtins.bytes
     """As in ReserveGranted."""
+    num_prefix_blocks: _builtins.int
     @_builtins.property
     def attempt(self) -> Global___AttemptId: ...
     @_builtins.property
@@ -1779,10 +1784,11 @@ class Prefill(_message.Message):
         num_cached_blocks: _builtins.int = ...,
         ttl_ms: _builtins.int = ...,
         blocks: _builtins.bytes = ...,
+        num_prefix_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "destination", b"destination"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blocks", b"blocks", "destination", b"destination", "lease_id", b"lease_id", "num_cached_blocks", b"num_cached_blocks", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blocks", b"blocks", "destination", b"destination", "lease_id", b"lease_id", "num_cached_blocks", b"num_cached_blocks", "num_prefix_blocks", b"num_prefix_blocks", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
