@@ -31,6 +31,8 @@ MAX_TRIAL_NS: Final = 10 * NS_PER_S
 """A worker is kept to a request on trial for so long at most; then others are placed beside it."""
 MAX_APART_NS: Final = 10 * NS_PER_S
 """A suspected request at the head of the queue waits for workers of its own for so long at most."""
+MAX_UNCLEAR_NS: Final = NS_PER_S
+"""A request whose last attempt failed waits for so long at most for what has become of the worker that computed it."""
 MAX_SUSPICIONS: Final = 8
 """Lost workers that a suspected request is remembered with: the latest."""
 MAX_OWN_FAILURES: Final = 2

@@ -56,6 +56,7 @@ def test_poison_is_stopped_after_the_second_worker_and_harms_nobody_else(tmp_pat
             others = asyncio.create_task(innocents(cluster, 10))
             answer = await cluster.answer("deadly", poisoned(DEADLY), WAIT_S)
             assert answer.outcome is Outcome.INTERNAL and answer.reason.count("#") >= 2, answer.reason
+            assert workers[-1].process.returncode is None, "decode has nothing to do with it"
             answers += await others
             ended = [worker for worker in workers if worker.process.returncode is not None]
             assert [worker.process.returncode for worker in ended] == [EXIT_STATUS] * 2

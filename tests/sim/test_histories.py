@@ -39,13 +39,13 @@ def test_histories_reach_what_they_are_meant_to_reach() -> None:
     assert total.num_copies > 1000 and total.num_partial_copies > 500, str(total)
     for outcome in (Outcome.STOP, Outcome.LENGTH, Outcome.CANCELLED, Outcome.DEADLINE_EXCEEDED):
         assert total.outcomes[outcome.value] > 20, str(total)
-    # What does not go on was cut by another fault, or its client left.
-    assert total.num_coordinator_deaths > 20 and total.num_continued > 0.5 * total.num_interrupted > 5, str(total)
+    # What does not go on was cut by another fault, is poison, or its client left.
+    assert total.num_coordinator_deaths > 20 and total.num_continued > 0.35 * total.num_interrupted > 5, str(total)
     # That every attempt's transfer fails is too rare to count on; scenarios have it.
     for outcome in (Outcome.REJECTED_INVALID, Outcome.REJECTED_OVERLOAD):
         assert total.outcomes[outcome.value] > 0, str(total)
     num_answered = total.outcomes[Outcome.STOP.value] + total.outcomes[Outcome.LENGTH.value]
-    assert num_answered > 0.6 * sum(total.outcomes.values()), str(total)
+    assert num_answered > 0.55 * sum(total.outcomes.values()), str(total)
 
 
 def test_every_kind_of_fault_is_drawn() -> None:

@@ -211,6 +211,8 @@ class TestFront:
 
     def _end(self, request_id: str, outcome: Outcome, reason: str = "") -> None:
         answer = self.answers[request_id]
+        if answer.done.is_set():
+            return  # messages cross: the first end counts
         answer.outcome = outcome
         answer.reason = reason
         answer.done.set()

@@ -1,7 +1,7 @@
 """A worker that some prompts are poison for: `python -m tests.support.poison_worker ROLE ...`, otherwise a plain one.
 
 It ends, as by a fault in native code, when it is to compute a chunk with the tokens DEADLY in a row; a step with
-FAILING in it raises.
+FAILING in it raises. Both are long enough that no model writes them by chance.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from engine.attention.base import LayerWritten
 from engine.core.step import StepPlan, StepResult
 from prefill_worker.profile import PROFILE as PREFILL
 
-DEADLY = (91, 92, 91)
-FAILING = (92, 91, 92)
+DEADLY = (91, 5, 92, 6, 91, 7)
+FAILING = (92, 6, 91, 5, 92, 8)
 EXIT_STATUS = 139
 
 _run = Engine.run

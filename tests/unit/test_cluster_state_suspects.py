@@ -6,7 +6,7 @@ import pytest
 
 from cluster.core.effects import ReportPoison
 from cluster.core.ids import AttemptId, Blame, Outcome, WorkerId
-from cluster.core.limits import MAX_APART_NS, MAX_STEP_NS, MAX_TRIAL_NS
+from cluster.core.limits import MAX_APART_NS, MAX_STEP_NS, MAX_TRIAL_NS, MAX_UNCLEAR_NS
 from cluster.core.messages import (
     AttemptFailed,
     Committed,
@@ -190,6 +190,30 @@ def test_the_end_of_a_push_that_is_heard_before_the_senders_own_end_hides_nothin
         bench.worker_says(D0, PeerFenced(peer=sender)) if number == 1 else bench.worker_gone(sender)
         bench.release(D0, attempt)
     assert bench.phase() is None, "convicted"
+
+
+@pytest.mark.parametrize("then", ["released", "lost", "nothing"])
+def test_after_a_failed_push_it_is_first_heard_whether_the_sender_lives(then: str) -> None:
+    """Else a request that ends workers could be given to a third while the news of the second is on its way."""
+    bench = Bench()
+    bench.connect()
+    bench.join(P0, P1, D0)
+    attempt = AttemptId("r", 1)
+    bench.submit()
+    bench.grant(attempt)
+    failed = LegFailed(attempt=attempt, outcome=Outcome.TRANSFER_FAILED, reason="peer exited", retryable=True)
+    bench.worker_says(D0, failed)
+    bench.release(D0, attempt)
+    resubmit(bench, "r")
+    assert bench.phase() == "queued"
+    if then == "released":
+        bench.release(P0, attempt)
+    elif then == "lost":
+        bench.worker_gone(P0)
+    else:
+        bench.wait_ms(MAX_UNCLEAR_NS // MS)
+    reserve = only([command for command in bench.commands(D0) if isinstance(command, Reserve)])
+    assert reserve.is_trial is (then == "lost")
 
 
 def test_a_step_that_raises_is_the_fault_of_one_of_those_in_it() -> None:

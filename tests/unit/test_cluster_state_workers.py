@@ -364,6 +364,8 @@ def test_the_last_attempt_after_failed_transfers_does_without_one() -> None:
     bench.grant(R1)
     bench.worker_says(D0, _leg_failed())
     bench.front_says(Resubmit(request_id="r", failed_attempt=1, num_delivered=1))
+    assert bench.phase() == "queued", "the prefill worker may have died of it"
+    bench.release(P0, R1)
     assert bench.phase() == "local"
     commands = [body for worker in (D0, D1) for body in bench.commands(worker)]
     assert RunLocal(attempt=AttemptId("r", 2)) in commands

@@ -14,7 +14,7 @@ from dataclasses import replace
 from cluster.core.attempts import Attempt, Leg, LegState
 from cluster.core.handlers.ending import end_request
 from cluster.core.ids import Outcome, Role, WorkerId
-from cluster.core.limits import MAX_APART_NS, MAX_OWN_FAILURES, MAX_SUSPICIONS, MAX_TRIAL_NS
+from cluster.core.limits import MAX_APART_NS, MAX_OWN_FAILURES, MAX_SUSPICIONS, MAX_TRIAL_NS, MAX_UNCLEAR_NS
 from cluster.core.parts import Parts
 from cluster.core.requests import Request
 from cluster.core.timers import TimerKey, TimerKind
@@ -101,6 +101,8 @@ def keep_apart(parts: Parts, now_ns: int, request: Request, candidates: Candidat
     Newcomers keep away from workers with a trial; these last for MAX_TRIAL_NS at most. A suspect waits for workers for
     itself, for MAX_APART_NS at most; after that it is placed in company, and what happens there convicts nobody.
     """
+    if _is_unclear(parts, request) and _may_wait(parts, now_ns, request):
+        return Wait(reason="it is unclear what has become of the worker that computed it")
     if request.avoided is not None:
         elsewhere = _narrow(candidates, lambda worker: worker.id != request.avoided)
         candidates = candidates if isinstance(elsewhere, Wait) else elsewhere
@@ -109,13 +111,7 @@ def keep_apart(parts: Parts, now_ns: int, request: Request, candidates: Candidat
             return candidates
         return _narrow(candidates, lambda worker: _trial_on(parts, now_ns, worker.id) is None)
     apart = _narrow(candidates, lambda worker: _is_free(parts, now_ns, worker.id))
-    if request.apart_until_ns is None:
-        request.apart_until_ns = now_ns + MAX_APART_NS
-    if isinstance(apart, Wait) and now_ns >= request.apart_until_ns:
-        return candidates
-    if isinstance(apart, Wait):
-        parts.timers.set(TimerKey(TimerKind.RETRY, request.request_id), request.apart_until_ns)
-    return apart
+    return candidates if isinstance(apart, Wait) and not _may_wait(parts, now_ns, request) else apart
 
 
 def on_placed(parts: Parts, now_ns: int, request: Request, attempt: Attempt) -> None:
@@ -146,6 +142,26 @@ def _convicts(request: Request, attempt: Attempt) -> bool:
 
 def _suspect(request: Request, worker: WorkerId) -> None:
     request.suspicions = (*request.suspicions, worker)[-MAX_SUSPICIONS:]
+    request.apart_until_ns = None
+
+
+def _is_unclear(parts: Parts, request: Request) -> bool:
+    """Whether the last attempt has failed, as the other side of its push said, while a worker that may have died of it
+    has not yet said that it lives."""
+    last, failure = parts.attempts.get(request.attempt_id), request.last_failure
+    if last is None or last.prefill is None or failure is None or failure.outcome is not Outcome.TRANSFER_FAILED:
+        return False
+    return last.prefill.state is LegState.CLOSING and last.prefill.was_computed
+
+
+def _may_wait(parts: Parts, now_ns: int, request: Request) -> bool:
+    """Whether the request, which is at the head of the queue, may go on waiting. If so, it will be looked at again."""
+    if request.apart_until_ns is None:
+        request.apart_until_ns = now_ns + (MAX_APART_NS if request.suspicions else MAX_UNCLEAR_NS)
+    if now_ns >= request.apart_until_ns:
+        return False
+    parts.timers.set(TimerKey(TimerKind.RETRY, request.request_id), request.apart_until_ns)
+    return True
 
 
 def _trial_on(parts: Parts, now_ns: int, worker: WorkerId) -> Trial | None:
