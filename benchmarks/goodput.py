@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.goodput_parts.attainment import TIGHT_TPOT, Point, goodput
+from benchmarks.goodput_parts.attainment import TIGHT_TPOT, Point, Search, goodput
 from benchmarks.goodput_parts.bootstrap import attainment_interval, goodput_draws, interval, ratio_draws
 from benchmarks.goodput_parts.campaign import Campaign, Effort, Found, Tools, shares
 from benchmarks.goodput_parts.load import measure_open_loop, measure_unloaded
@@ -37,20 +37,16 @@ from benchmarks.report import PLAIN_NUMBER, RESULTS, Report, Result, arguments, 
 
 DATA = Path(__file__).parent / "data"
 FULL = Effort(
-    num_requests=300,
-    search_requests=100,
     unloaded_requests=40,
-    precision=1.1,
-    search_precision=1.25,
     chunk_sizes=(64, 128, 256, 512),
+    chunks=Search(num_requests=100, precision=1.25, max_steps=5),
+    goodput=Search(num_requests=300, precision=1.1, max_steps=5),
 )
 QUICK = Effort(
-    num_requests=12,
-    search_requests=6,
     unloaded_requests=4,
-    precision=2.0,
-    search_precision=2.0,
     chunk_sizes=(128, 512),
+    chunks=Search(num_requests=6, precision=2.0, max_steps=1),
+    goodput=Search(num_requests=12, precision=2.0, max_steps=1),
 )
 MIN_BETTER, MIN_OTHER, MIN_ANYWHERE = 1.5, 1.2, 0.95
 """Goodput of separate workers by that of the others: at the tight TPOT in the better mix and in the other, and at any
@@ -121,7 +117,9 @@ def parse() -> argparse.Namespace:
     names = [mix.name for mix in MIXES]
     parser.add_argument("--data", type=Path, metavar="DIR", default=DATA, help="where the Azure traces are")
     parser.add_argument("--mixes", nargs="+", choices=names, default=names, help="only these (default: all)")
-    parser.add_argument("--requests", type=int, metavar="N", help=f"at each point (default: {FULL.num_requests})")
+    parser.add_argument(
+        "--requests", type=int, metavar="N", help=f"at each point (default: {FULL.goodput.num_requests})"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--resume", type=Path, metavar="FILE", help="go on with the measured points in this file")
     return parser.parse_args()
@@ -132,7 +130,7 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     effort = QUICK if args.quick else FULL
     if args.requests is not None:
-        effort = replace(effort, num_requests=args.requests)
+        effort = replace(effort, goodput=replace(effort.goodput, num_requests=args.requests))
     target: Path = args.json or RESULTS / "goodput.json"
     points = PointFile(args.resume or target.with_name(f"goodput-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"))
     print(f"{len(points)} points so far; --resume {points.path} goes on from there", file=sys.stderr, flush=True)
@@ -158,7 +156,7 @@ def main() -> None:
             **{one.slo.name: summary(one, args.seed) for one in found},
         }
         picture = target.with_name(f"{target.stem}-{mix.name}.png")
-        plot_mix(f"{mix.name} requests, {effort.num_requests} a point", found, args.seed, picture)
+        plot_mix(f"{mix.name} requests, {effort.goodput.num_requests} a point", found, args.seed, picture)
         print(f"{mix.name}: drawn in {picture}", file=sys.stderr)
     judge(report, ratios)
     finish(report, args)

@@ -15,8 +15,6 @@ from statistics import mean, median
 MIN_ATTAINMENT = 0.9
 STEP = 2.0
 """Between rates, until one is found that is enough and one that is too much."""
-MAX_STEPS = 8
-"""From the first rate, up or down: beyond, the curve is reported as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,17 +84,33 @@ def goodput(curve: Sequence[tuple[float, float]]) -> float:
     return curve[-1][0]
 
 
-def next_rate(curve: Sequence[tuple[float, float]], first: float, precision: float) -> float | None:
-    """Where to measure next, by bisection in ratios; None once the two rates around the crossing are within `precision`
-    of each other. `curve` has what is measured already, by rate; `first` is where to begin."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """How goodput is looked for.
+
+    Attributes:
+        num_requests: at each rate.
+        precision: ratio of the two rates around goodput that is close enough.
+        max_steps: from the first rate, up or down; beyond, the curve is reported as it is.
+    """
+
+    num_requests: int
+    precision: float
+    max_steps: int
+
+
+def next_rate(curve: Sequence[tuple[float, float]], first: float, search: Search) -> float | None:
+    """Where to measure next, by bisection in ratios; None once that is known well enough.
+
+    `curve` has what is measured already, by rate; `first` is where to begin."""
     if not curve:
         return first
     fails = next((index for index, (_, attained) in enumerate(curve) if attained < MIN_ATTAINMENT), len(curve))
     if fails == 0:
         lower = curve[0][0] / STEP
-        return lower if lower > first / STEP**MAX_STEPS else None
+        return lower if lower > first / STEP ** (search.max_steps + 0.5) else None
     if fails == len(curve):
         higher = curve[-1][0] * STEP
-        return higher if higher < first * STEP**MAX_STEPS else None
+        return higher if higher < first * STEP ** (search.max_steps + 0.5) else None
     low, high = curve[fails - 1][0], curve[fails][0]
-    return sqrt(low * high) if high / low > precision else None
+    return sqrt(low * high) if high / low > search.precision else None

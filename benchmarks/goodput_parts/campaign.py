@@ -11,27 +11,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.goodput_parts.attainment import SLOS, Limits, Point, Served, Slo, goodput, limits_of, next_rate
+from benchmarks.goodput_parts.attainment import SLOS, Limits, Point, Search, Served, Slo, goodput, limits_of, next_rate
 from benchmarks.goodput_parts.points import PointFile, PointKey
 from benchmarks.goodput_parts.sides import DISAGGREGATED, Side, aggregated
 from benchmarks.goodput_parts.traffic import Arrival, Lengths, poisson_trace
 
 USUAL_CHUNK = 256
 """Of the aggregated side when it is measured without load, where chunks hold nobody up."""
-FIRST_LOAD = 0.5
-"""Share of the time for which one request at a time would be running, at the first rate that is measured."""
+FIRST_LOAD = 1.0
+"""At the first rate that is measured, so many requests would be running on average, if none waited for another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """`search_` is for finding the chunk size. A precision is the ratio of the rates between which goodput lies."""
+    """`chunks` is for finding the chunk size, among `chunk_sizes`; `goodput` for what is reported."""
 
-    num_requests: int
-    search_requests: int
     unloaded_requests: int
-    precision: float
-    search_precision: float
     chunk_sizes: tuple[int, ...]
+    chunks: Search
+    goodput: Search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +72,14 @@ class Campaign:
         """Measures what is missing; the sides take turns, so that both see the machine's better and worse hours."""
         self._unloaded = [self._measure_unloaded(side) for side in (DISAGGREGATED, aggregated(USUAL_CHUNK))]
         self._limits = {slo.name: limits_of(slo, self._unloaded) for slo in SLOS}
-        self._first_rate = self._rate_of_share(FIRST_LOAD)
+        self._first_rate = self._rate_of_load(FIRST_LOAD)
         effort = self._effort
-        self._measure(
-            {aggregated(size): SLOS for size in effort.chunk_sizes}, effort.search_requests, effort.search_precision
-        )
+        self._measure({aggregated(size): SLOS for size in effort.chunk_sizes}, effort.chunks)
         chunks = {slo.name: self._best_chunk(slo) for slo in SLOS}
         sides: dict[Side, Sequence[Slo]] = {DISAGGREGATED: SLOS}
         for size in dict.fromkeys(chunks.values()):
             sides[aggregated(size)] = [slo for slo in SLOS if chunks[slo.name] == size]
-        self._measure(sides, effort.num_requests, effort.precision)
+        self._measure(sides, effort.goodput)
         return [self._found(slo, chunks[slo.name]) for slo in SLOS]
 
     def unloaded_medians_ms(self) -> dict[str, dict[str, float]]:
@@ -103,32 +99,32 @@ class Campaign:
         key = self._key(side, None, count)
         return self._take(key, lambda: self._tools.one_by_one(side, lengths))
 
-    def _rate_of_share(self, share: float) -> float:
-        """The rate at which requests that are served one at a time keep a cluster busy for that share of the time."""
+    def _rate_of_load(self, load: float) -> float:
+        """The rate at which so many requests are there on average, if each takes as long as without load."""
         num_gaps = median(one.num_output_tokens for one in self._lengths) - 1
         one_s = min(
             median((one.ttft_s or 0.0) + num_gaps * (one.tpot_s or 0.0) for one in served) for served in self._unloaded
         )
-        return float(f"{share / one_s:.2g}")
+        return float(f"{load / one_s:.2g}")
 
-    def _measure(self, sides: dict[Side, Sequence[Slo]], num_requests: int, precision: float) -> None:
+    def _measure(self, sides: dict[Side, Sequence[Slo]], search: Search) -> None:
         """Until goodput at those SLOs is known for each of the sides."""
         missing = dict(sides)
         while missing:
             for side, slos in list(missing.items()):
-                rate = self._next_rate(side, slos, num_requests, precision)
+                rate = self._next_rate(side, slos, search)
                 if rate is None:
                     del missing[side]
                     continue
-                trace = poisson_trace(self._lengths, num_requests, rate, self._seed)
+                trace = poisson_trace(self._lengths, search.num_requests, rate, self._seed)
                 self._take(
-                    self._key(side, rate, num_requests),
+                    self._key(side, rate, search.num_requests),
                     lambda side=side, trace=trace: self._tools.under_load(side, trace),  # type: ignore[misc]
                 )
 
-    def _next_rate(self, side: Side, slos: Sequence[Slo], num_requests: int, precision: float) -> float | None:
+    def _next_rate(self, side: Side, slos: Sequence[Slo], search: Search) -> float | None:
         for slo in slos:
-            rate = next_rate(shares(self._curve(side, slo, num_requests)), self._first_rate, precision)
+            rate = next_rate(shares(self._curve(side, slo, search.num_requests)), self._first_rate, search)
             if rate is not None:
                 return rate
         return None
@@ -159,10 +155,10 @@ class Campaign:
 
     def _searched(self, slo: Slo) -> dict[int, list[Point]]:
         effort = self._effort
-        return {size: self._curve(aggregated(size), slo, effort.search_requests) for size in effort.chunk_sizes}
+        return {size: self._curve(aggregated(size), slo, effort.chunks.num_requests) for size in effort.chunk_sizes}
 
     def _found(self, slo: Slo, chunk_tokens: int) -> Found:
-        num_requests = self._effort.num_requests
+        num_requests = self._effort.goodput.num_requests
         return Found(
             slo=slo,
             limits=self._limits[slo.name],
