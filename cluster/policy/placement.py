@@ -29,8 +29,10 @@ MAX_RESERVED_PERCENT: Final = 75
 """A reservation of a larger share of a decode worker's blocks than this is never granted: it is read there instead."""
 EXPECTED_OUTPUT_TOKENS: Final = 256
 """An answer is expected to be no longer than this; where it is, decode preempts as the last resort."""
-NEARLY: Final = 1.1
-"""Costs up to so many times the least count as equal to it: predictions are no better than that."""
+NEARLY: Final = 0.1
+"""Costs count as equal to the least up to this share of the request's own time more: predictions are no better than
+that. What reading costs others is the larger part of a long prompt's cost, and the same share of it would let the
+prompt wait for seconds beside an idle worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +120,13 @@ class Wait:
 class _Option:
     """A worker that could take it: at what cost, and how heavy its load is (compared in order).
 
-    `predicted_ms`: time per output token of a decode worker; of a prefill worker the time until the prompt is read.
+    `own_ms`: what of the cost is the request's own time, and not that of others. `predicted_ms`: time per output token
+    of a decode worker; of a prefill worker the time until the prompt is read.
     """
 
     worker: WorkerLike
     cost_ms: float
+    own_ms: float
     load: tuple[int, int]
     num_uncached_tokens: int
     predicted_ms: float
@@ -183,13 +187,17 @@ def _decode_option(
     num_held_blocks = candidates.num_held_blocks.get(worker.id, 0)
     num_uncached_tokens = demand.num_tokens - num_held_blocks * demand.block_size
     token_ms = tpot_ms(worker, demand.num_expected_blocks * demand.block_size, demand.block_size, usual)
+    own_ms = demand.num_emitted * token_ms
+    others_ms = 0.0
     if prefill:
-        start_ms = push_ms(candidates.links, prefill[0], worker, demand.num_read_blocks - num_held_blocks)
+        own_ms += push_ms(candidates.links, prefill[0], worker, demand.num_read_blocks - num_held_blocks)
     else:
-        start_ms = read_ms(worker, num_uncached_tokens, usual) + _others_ms(num_uncached_tokens, usual)
+        own_ms += read_ms(worker, num_uncached_tokens, usual)
+        others_ms = _others_ms(num_uncached_tokens, usual)
     return _Option(
         worker=worker,
-        cost_ms=start_ms + demand.num_emitted * token_ms,
+        cost_ms=own_ms + others_ms,
+        own_ms=own_ms,
         load=(worker.num_promised_blocks - num_held_blocks - worker.num_total_blocks, worker.num_sequences),
         num_uncached_tokens=num_uncached_tokens,
         predicted_ms=token_ms,
@@ -212,6 +220,7 @@ def _prefill_options(demand: Demand, candidates: Candidates, decode: WorkerLike)
             _Option(
                 worker=worker,
                 cost_ms=predicted_ms + _others_ms(num_uncached_tokens, usual),
+                own_ms=predicted_ms,
                 load=(worker.num_given_tokens, worker.num_sequences),
                 num_uncached_tokens=num_uncached_tokens,
                 predicted_ms=predicted_ms,
@@ -227,12 +236,11 @@ def _others_ms(num_tokens: int, usual: StepCosts) -> float:
 
 def _best(options: list[_Option]) -> _Option | None:
     """The one with the lightest load of those that cost nearly the least."""
-    limit_ms = min((option.cost_ms for option in options), default=0.0) * NEARLY
-    return min(
-        (option for option in options if option.cost_ms <= limit_ms),
-        key=lambda option: (option.load, option.worker.id),
-        default=None,
-    )
+    if not options:
+        return None
+    limit_ms = min(option.cost_ms + NEARLY * option.own_ms for option in options)
+    nearest = [option for option in options if option.cost_ms <= limit_ms]
+    return min(nearest, key=lambda option: (option.load, option.worker.id))
 
 
 def _place_local(demand: Demand, option: _Option, why: str) -> Placement | Wait:
