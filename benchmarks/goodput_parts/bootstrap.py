@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from math import inf, isnan, nan
 
 from benchmarks.goodput_parts.attainment import Point, goodput
 
@@ -44,12 +45,18 @@ def goodput_draws(curve: Sequence[Point], seed: int) -> list[float]:
 
 
 def ratio_draws(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Of draws that have nothing to do with each other. Over nothing, anything is infinitely much."""
-    return [one / other if other else float("inf") for one, other in zip(above, below, strict=True)]
+    """Of draws that have nothing to do with each other. Over nothing, something is infinite, and nothing no number."""
+    return [_ratio(one, other) for one, other in zip(above, below, strict=True)]
+
+
+def _ratio(above: float, below: float) -> float:
+    if below:
+        return above / below
+    return inf if above else nan
 
 
 def interval(draws: Sequence[float]) -> tuple[float, float]:
-    """Between the quantiles that leave OUTSIDE at either end."""
-    ordered = sorted(draws)
+    """Between the quantiles that leave OUTSIDE at either end. Draws that are no number count as the lowest."""
+    ordered = sorted(draws, key=lambda value: (not isnan(value), value))
     skipped = int(OUTSIDE * len(ordered))
     return ordered[skipped], ordered[len(ordered) - 1 - skipped]

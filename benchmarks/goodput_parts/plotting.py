@@ -30,7 +30,9 @@ def plot_mix(title: str, found: Sequence[Found], seed: int, path: Path) -> None:
         _draw(axes, "disaggregated", "disaggregated", one.disaggregated, seed)
         axes.axhline(MIN_ATTAINMENT, color="black", linewidth=0.8, linestyle=":")
         limits = f"TTFT ≤ {one.limits.ttft_s * 1e3:.0f} ms, TPOT ≤ {one.limits.tpot_s * 1e3:.0f} ms"
-        axes.set(title=f"{one.slo.name}\n{limits}", xlabel="requests a second", xscale="log", ylim=(0, 1.03))
+        axes.set(title=f"{one.slo.name}\n{limits}", xlabel="requests a second", ylim=(0, 1.03))
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.legend(fontsize=7, loc="lower left")
     panels[0].set_ylabel("share of requests that keep both limits")
     figure.suptitle(title)

@@ -8,17 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 PROMPT_SCALE = 0.3
 """Of the recorded prompts: whole ones would leave two cores a request every few seconds, and 300 take an hour."""
+MAX_PROMPT_MEDIANS = 2
+"""Longer prompts are cut to so many times the median. Of those for code more than a tenth is longer than three times
+the median, and no server would have their first tokens within three times the usual time, however idle."""
 MIN_PROMPT_TOKENS, MIN_OUTPUT_TOKENS = 16, 4
 """A time per output token that is the mean of fewer gaps than this leaves says little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """What is asked for: the lengths in `file` scaled, so that `prompt_share` prompt tokens come on one of output."""
+    """The lengths in `file`, scaled so that `prompt_share` prompt tokens come on one of output."""
 
     name: str
     file: str
@@ -46,10 +49,12 @@ class Arrival:
 
 
 def read_lengths(path: Path, prompt_share: int) -> list[Lengths]:
-    """Prompts and answers of each row belong together, and keep the shape of their distributions: each is scaled by one
-    factor for all rows."""
+    """Prompts and answers of each row belong together. But for the longest prompts, both keep the shapes of their
+    distributions: each is scaled by one factor for all rows."""
     with path.open(encoding="utf-8", newline="") as lines:
-        rows = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(lines)]
+        recorded = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(lines)]
+    longest = int(MAX_PROMPT_MEDIANS * median(prompt for prompt, _ in recorded))
+    rows = [(min(prompt, longest), output) for prompt, output in recorded]
     prompt_tokens, output_tokens = (mean(column) for column in zip(*rows, strict=True))
     output_scale = PROMPT_SCALE * prompt_tokens / (prompt_share * output_tokens)
     return [

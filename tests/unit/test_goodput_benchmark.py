@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,13 @@ def test_arrivals_are_a_poisson_process() -> None:
 
 def test_recorded_lengths_are_scaled_to_the_mix(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
-    rows = [(4000, 200), (2000, 100), (10, 1), (3990, 99)]
+    rows = [(9000, 200), (2000, 100), (10, 1), (2000, 99), (1990, 100)]
     lines = [f"2023-11-16 18:17:03,{prompt},{output}" for prompt, output in rows]
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
     lengths = read_lengths(path, prompt_share=20)
-    assert [one.num_prompt_tokens for one in lengths] == [1200, 600, 16, 1197]
-    # 10,000 tokens of prompts came on 400 of answers, 25 on one.
-    assert [one.num_output_tokens for one in lengths] == [75, 38, 4, 37]
+    # The longest is cut to twice the median; then 10,000 tokens of prompts came on 500 of answers, 20 on one.
+    assert [one.num_prompt_tokens for one in lengths] == [1200, 600, 16, 600, 597]
+    assert [one.num_output_tokens for one in lengths] == [60, 30, 4, 30, 30]
 
 
 # ---- attainment and bisection -----------------------------------------------------------------------------------
@@ -135,6 +136,7 @@ def test_draws_of_goodput() -> None:
     assert low < goodput([(point.rate, point.attainment) for point in curve]) < high
     assert draws == goodput_draws(curve, 1) != goodput_draws(curve, 2)
     assert ratio_draws([3.0, 3.0], [2.0, 0.0]) == [1.5, float("inf")]
+    assert isnan(ratio_draws([0.0], [0.0])[0]) and interval([2.0, float("nan"), 1.0])[1] == 2.0
 
 
 # ---- the file of points -----------------------------------------------------------------------------------------
