@@ -20,6 +20,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from benchmarks.engine_peers.arithmetic import prefill_products
 from benchmarks.engine_peers.evaluation import Evaluation, judge_outputs
 from benchmarks.engine_peers.measuring import Effort, Measuring, Samples, decode_name, measure_starts
 from benchmarks.engine_peers.plotting import plot_bars
@@ -66,7 +67,11 @@ def main() -> None:
             log_dir=args.logs or Path(folder),
             read_bytes=max(weights_bytes(model_dir), KV_BYTES),
         )
-        evaluation = Evaluation(weights_bytes=weights_bytes(model_dir))
+        config = ModelConfig.from_directory(model_dir)
+        evaluation = Evaluation(
+            weights_bytes=weights_bytes(model_dir),
+            prefill_products={num_tokens: prefill_products(config, num_tokens) for num_tokens in PREFILLS},
+        )
         details = {
             "seed": seed,
             "effort": asdict(effort),

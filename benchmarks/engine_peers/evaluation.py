@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -43,11 +43,13 @@ Judge = Callable[..., list[float]]
 class Evaluation:
     """Adds the samples of each setting (a number of cores) to a report, and remembers what is drawn and judged."""
 
-    def __init__(self, *, weights_bytes: int) -> None:
+    def __init__(self, *, weights_bytes: int, prefill_products: Mapping[int, int]) -> None:
+        """`prefill_products`: what a prompt costs at least, by its tokens."""
         self.ratios: list[Bar] = []
         self.shares: list[Bar] = []
         self.answers: list[Sample] = []
         self._weights_bytes = weights_bytes
+        self._prefill_products = prefill_products
 
     def add(self, setting: str, samples: Samples, report: Report) -> None:
         self.answers += samples.answers
@@ -60,6 +62,8 @@ class Evaluation:
         for num_tokens, target in PREFILL_TARGETS.items():
             measure = prefill_name(num_tokens)
             self._speed(setting, measure, samples.seconds[measure], num_tokens, target, report)
+            if all(samples.products_per_s):
+                self._arithmetic(setting, num_tokens, samples, report)
         self._start(setting, samples.seconds[START], report)
         self._weights(setting, samples.seconds[decode_name(1, 256)], report)
         self._attention(setting, samples, report)
@@ -89,6 +93,16 @@ class Evaluation:
         over_vllm = figure(ratios(times_s[VLLM], times_s[BATON]))
         report.results.append(at_least(f"{measure}, {setting}: Baton / vLLM", over_vllm.median, target, "1"))
         self.ratios.append(Bar(measure=measure, setting=setting, value=over_vllm, target=target))
+
+    def _arithmetic(self, setting: str, num_tokens: int, samples: Samples, report: Report) -> None:
+        """What share of the processor's products the engines use, and what there is to win over vLLM at all."""
+        least_s = self._prefill_products[num_tokens] / max(samples.products_per_s)
+        measure = prefill_name(num_tokens)
+        for side in (BATON, VLLM):
+            share = figure([least_s / seconds for seconds in samples.seconds[measure][side]])
+            report.results.append(_plain(f"{measure}, {setting}: {side}, share of a plain multiply loop", share, "1"))
+        ceiling = figure([seconds / least_s for seconds in samples.seconds[measure][VLLM]])
+        report.results.append(_plain(f"{measure}, {setting}: the plain multiply loop / vLLM", ceiling, "1"))
 
     def _start(self, setting: str, times_s: dict[str, list[float]], report: Report) -> None:
         measure = "start to first token"

@@ -40,12 +40,14 @@ class Samples:
 
     Attributes:
         seconds: by measure, then by side: of each round, and there of each step where a round has many.
+        products_per_s: of the plain loop, once a prefill round.
         long_kv_bytes: what the KV of LONG_STEP has more than that of SHORT_STEP.
         threads: those that computed.
     """
 
     seconds: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     answers: list[Sample] = field(default_factory=list)
+    products_per_s: list[float] = field(default_factory=list)
     long_kv_bytes: int = 0
     threads: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
@@ -90,6 +92,8 @@ class Measuring:
                 tokens[name] = answer["tokens"]
                 if number > 0:
                     self.samples.add(measure, name, answer["seconds"])
+            if number > 0:
+                self.samples.products_per_s.append(self._reader.call("multiply"))
             self.samples.answers.append(Sample(measure=measure, prompt=prompt, tokens=tokens))
         _say(measure)
 

@@ -1,6 +1,10 @@
-// A plain read loop: what memory gives to a program that does nothing but read it once from front to back.
+// Two plain loops: what memory gives to a program that does nothing but read it once from front to back, and what the
+// vector unit gives to one that does nothing but multiply bfloat16.
 
 #include <sys/mman.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 #include <cstddef>
 #include <cstdint>
@@ -46,6 +50,26 @@ uint64_t read_loop_run(const void* data, size_t size_bytes) {
   uint64_t result = 0;
   for (int lane = 0; lane < 8; ++lane) result ^= sum[lane];
   return result;
+}
+
+// Multiplies and adds bfloat16 pairs in registers, `num_rounds` times on each of enough sums to wait for none. Returns the
+// products made; 0 where this loop is not the fastest that the machine has for them.
+uint64_t multiply_loop_run(uint64_t num_rounds) {
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+  constexpr int kSums = 16;
+  __m512 sums[kSums];
+  for (int i = 0; i < kSums; ++i) sums[i] = _mm512_set1_ps(float(i));
+  __m512bh a = (__m512bh)_mm512_set1_epi16(0x3f80), b = a;
+  for (uint64_t round = 0; round < num_rounds; ++round) {
+    for (int i = 0; i < kSums; ++i) sums[i] = _mm512_dpbf16_ps(sums[i], a, b);
+    asm volatile("" : "+v"(a), "+v"(b));  // neither known beforehand nor the same for the compiler
+  }
+  for (int i = 0; i < kSums; ++i) asm volatile("" : : "v"(sums[i]));
+  return num_rounds * kSums * 32;
+#else
+  (void)num_rounds;
+  return 0;
+#endif
 }
 
 }  // extern "C"

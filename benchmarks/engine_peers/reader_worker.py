@@ -1,4 +1,4 @@
-"""The yardstick: a native loop that reads memory, on as many threads as the engines have cores."""
+"""The yardsticks: native loops that read memory, and that multiply, on as many threads as the engines have cores."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.engine_peers.worker_loop import serve, take_stdout
 
 SOURCE = Path(__file__).with_name("read_loop.cpp")
 ALIGNMENT = 256
+MULTIPLY_ROUNDS = 8_000_000
+"""Some tens of milliseconds."""
 
 
 def build(folder: Path) -> ctypes.CDLL:
@@ -28,6 +31,8 @@ def build(folder: Path) -> ctypes.CDLL:
     library.read_loop_allocate.restype = ctypes.c_void_p
     library.read_loop_run.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     library.read_loop_run.restype = ctypes.c_uint64
+    library.multiply_loop_run.argtypes = (ctypes.c_uint64,)
+    library.multiply_loop_run.restype = ctypes.c_uint64
     return library
 
 
@@ -35,7 +40,7 @@ class Reader:
     """Memory of `size_bytes` at most, and one thread a core to read it, bound to it."""
 
     def __init__(self, library: ctypes.CDLL, size_bytes: int, cores: list[int]) -> None:
-        self._run = library.read_loop_run
+        self._library = library
         self._size_bytes = size_bytes
         self._data = library.read_loop_allocate(size_bytes)
         if self._data is None:
@@ -44,23 +49,31 @@ class Reader:
 
     def read(self, size_bytes: int, count: int) -> list[float]:
         """Seconds of each of `count` passes over so many bytes."""
-        return [self._read_once(size_bytes) for _ in range(count)]
-
-    def _read_once(self, size_bytes: int) -> float:
-        """Seconds until all threads, started at once, have read their share of so many bytes."""
         share = size_bytes // len(self._cores) // ALIGNMENT * ALIGNMENT
         assert len(self._cores) * share <= self._size_bytes
+        run = self._library.read_loop_run
+        return [self._time(lambda index: run(self._data + index * share, share)) for _ in range(count)]
+
+    def multiply(self) -> float:
+        """Products of bfloat16 a second, of all cores; 0 where the loop is not the fastest that the machine has."""
+        num_products = []
+        run = self._library.multiply_loop_run
+        seconds = self._time(lambda index: num_products.append(run(MULTIPLY_ROUNDS)))
+        return float(sum(num_products) / seconds)
+
+    def _time(self, run_share: Callable[[int], object]) -> float:
+        """Seconds until all threads, started at once, have done their share."""
         barrier = threading.Barrier(len(self._cores))
         spans: list[tuple[float, float]] = []
 
-        def read_share(index: int) -> None:
+        def run(index: int) -> None:
             os.sched_setaffinity(0, [self._cores[index]])  # of this thread
             barrier.wait()
             start_s = time.perf_counter()
-            self._run(self._data + index * share, share)
+            run_share(index)
             spans.append((start_s, time.perf_counter()))
 
-        threads = [threading.Thread(target=read_share, args=(index,)) for index in range(len(self._cores))]
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(len(self._cores))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -79,7 +92,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         reader = Reader(build(Path(folder)), args.size_bytes, cores)
     print('"ready"', file=answers, flush=True)
-    serve(answers, {"read": reader.read})
+    serve(answers, {"read": reader.read, "multiply": reader.multiply})
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.engine_peers.arithmetic import prefill_products
 from benchmarks.engine_peers.figures import figure, ratios, round_medians
 from benchmarks.engine_peers.outputs import NEAR_TIE, Sample, divergences, verdict
 from benchmarks.engine_peers.threads import PlacementError, ThreadUse, check_placement, thread_uses
 from benchmarks.engine_peers.worker_process import Side, Worker, WorkerFailedError
+from engine.model.config import ModelConfig
 
 
 def _use(tid: int, cores: Sequence[int], cpu_s: float) -> ThreadUse:
@@ -108,3 +110,23 @@ def test_a_worker_runs_on_its_cores_answers_and_is_missed_when_it_dies(tmp_path:
         with pytest.raises(WorkerFailedError, match="noise"):
             worker.call("die")
     assert sorted(os.sched_getaffinity(0)) == cores
+
+
+def test_a_prompts_products_are_those_of_its_parts() -> None:
+    config = ModelConfig.from_dict(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": 8,
+            "intermediate_size": 16,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 2,
+            "vocab_size": 10,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-5,
+        }
+    )
+    # A token: 64 for q, 64 for k and v, 64 for the output, 384 for the MLP. A seen key: 8 for score, 8 for value.
+    first = 3 * (64 + 64 + 64 + 384) + 6 * 16
+    last = 3 * 64 + (64 + 64 + 384) + 3 * 16
+    assert prefill_products(config, 3) == first + last + 80

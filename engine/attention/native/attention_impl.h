@@ -9,7 +9,7 @@
 // A row's bits do not depend on the rows beside it. Key tiles stand at multiples of KEY_TILE whatever the rows are, so
 // that each row sums its keys in the same groups, and keys that a row does not see add exactly nothing to its sums.
 //
-// Included inside `namespace baton::BATON_ISA_NAMESPACE { namespace {`, after pack_impl.h.
+// Included inside `namespace baton::BATON_ISA_NAMESPACE { namespace {`, after few_rows_impl.h.
 
 constexpr int MAX_ROWS = 192;
 constexpr int PASS_ROWS = 4 * ROWS;     // rows that go through both products together
@@ -184,13 +184,10 @@ BATON_INLINE Pass pass_of(const BatonAttention& args, const Scratch& scratch, in
   return {begin, end - begin, num_keys};
 }
 
-// Leaves the softmax weights of the rows.
-template <class Words, class Between>
+// From the scores of the rows to their softmax weights.
+template <class Words>
 static void weigh_keys(const BatonAttention& args, const Shape& shape, const Scratch& scratch, int first,
-                       const Pass& pass, float* weights, Between between) {
-  const int words = shape.head_dim / Words::PER_WORD;
-  multiply<Words>(scratch.queries + (size_t)pass.begin * words, words, scratch.keys, KEY_TILE, scratch.scores, KEY_TILE,
-                  pass.rows, (pass.num_keys + W - 1) / W * W, words, false, between);
+                       const Pass& pass, float* weights) {
   for (int r = 0; r < pass.rows; ++r) {
     const int row = pass.begin + r;
     const int end = scratch.positions[row] - first + 1;
@@ -204,20 +201,54 @@ static void weigh_keys(const BatonAttention& args, const Shape& shape, const Scr
 
 // Everything that the rows do with the key tile that begins at `first`.
 template <class Words, class T, class Between>
-static void attend_tile(const BatonAttention& args, const Shape& shape, const Scratch& scratch,
-                        const KeySource<T>& source, int first, int rows, Between between) {
+static void attend_tile(const BatonAttention& args, const Shape& shape, const Scratch& scratch, const KeyTile<T>& keys,
+                        int first, int rows, Between between) {
+  const int words = shape.head_dim / Words::PER_WORD;
   float* weights = Words::PER_WORD == 1 ? scratch.scores : scratch.weights;
-  KeyTile<T> keys;
-  pack_key_tile<Words>(source, first, reinterpret_cast<T*>(scratch.staging), &keys, scratch.keys);
+  pack_key_tile<Words>(keys, shape.head_dim, scratch.keys);
   for (int row = 0; row < rows; row += PASS_ROWS) {
     const Pass pass = pass_of(args, scratch, first, row, row + PASS_ROWS < rows ? row + PASS_ROWS : rows);
-    if (pass.num_keys > 0) weigh_keys<Words>(args, shape, scratch, first, pass, weights, between);
+    if (pass.num_keys > 0) {
+      multiply<Words>(scratch.queries + (size_t)row * words, words, scratch.keys, KEY_TILE, scratch.scores, KEY_TILE,
+                      pass.rows, (pass.num_keys + W - 1) / W * W, words, false, between);
+      weigh_keys<Words>(args, shape, scratch, first, pass, weights);
+    }
     // Only now: it fills the time in which the weights, each of which waits for the one before, are computed.
     if (row == 0) pack_value_tile<Words>(keys, shape.head_dim, shape.padded_dim, scratch.values);
     if (pass.num_keys > 0)
       multiply<Words>(weights, KEY_TILE / Words::PER_WORD, scratch.values, shape.padded_dim,
                       scratch.output + (size_t)row * shape.padded_dim, shape.padded_dim, pass.rows, shape.padded_dim,
                       (pass.num_keys + Words::PER_WORD - 1) / Words::PER_WORD, true, between);
+  }
+}
+
+// The same for R rows of DIM elements, by the products for few rows.
+template <class Words, int DIM, int R, class T, class Between>
+static void attend_tile_by_few(const BatonAttention& args, const Shape& shape, const Scratch& scratch,
+                               const KeyTile<T>& keys, int first, Between between) {
+  typedef typename Words::word word;
+  const Pass pass = pass_of(args, scratch, first, 0, R);
+  if (pass.num_keys == 0) return;
+  float* weights = Words::PER_WORD == 1 ? scratch.scores : scratch.weights;
+  for (int at = 0; at < DIM / Words::PER_WORD; at += W)
+    for (int g = 0; g < keys.num_groups; ++g)
+      add_scores<Words, DIM, R>(keys.groups[g], at, reinterpret_cast<const word*>(scratch.queries),
+                                scratch.scores + g * W, between);
+  weigh_keys<Words>(args, shape, scratch, first, pass, weights);
+  for (int at = 0; at < DIM; at += VALUE_COLUMNS * W)
+    add_values<Words, DIM, R>(keys, at, reinterpret_cast<const word*>(weights), scratch.output + at, between);
+}
+
+template <class Words, int DIM, class T, class Between>
+static void attend_few(const BatonAttention& args, const Shape& shape, const Scratch& scratch, const KeyTile<T>& keys,
+                       int first, int rows, Between between) {
+  switch (rows) {
+    case 6: return attend_tile_by_few<Words, DIM, 6>(args, shape, scratch, keys, first, between);
+    case 5: return attend_tile_by_few<Words, DIM, 5>(args, shape, scratch, keys, first, between);
+    case 4: return attend_tile_by_few<Words, DIM, 4>(args, shape, scratch, keys, first, between);
+    case 3: return attend_tile_by_few<Words, DIM, 3>(args, shape, scratch, keys, first, between);
+    case 2: return attend_tile_by_few<Words, DIM, 2>(args, shape, scratch, keys, first, between);
+    default: return attend_tile_by_few<Words, DIM, 1>(args, shape, scratch, keys, first, between);
   }
 }
 
@@ -236,6 +267,7 @@ static void attend(const BatonAttention& args, const BatonStep& step, const Atte
     for (int g = 0; g < shape.group; ++g, ++r) scratch.positions[r] = step.context_starts[tile.sequence] + token;
   pack_queries<Words, T>(args, step, shape, tile, shape.head_dim / Words::PER_WORD, scratch.queries);
   Fetcher fetcher;
+  KeyTile<T> keys;
   const KeySource<T> source = key_source<T>(args, step, tile);
   const KeySource<T> source_of_next = key_source<T>(args, step, next ? *next : tile);
   const KeyPlace<T> start_of_next = {&source_of_next,
@@ -246,15 +278,21 @@ static void attend(const BatonAttention& args, const BatonStep& step, const Atte
   };
   for (int first = first_key_tile(args, step, tile); first < source.end; first += KEY_TILE) {
     const KeyPlace<T> ahead = place_after({&source, first});
-    Fetcher::begin(fetcher, ahead, place_after(ahead));
+    Fetcher::begin(fetcher, ahead);
+    find_key_tile(source, first, reinterpret_cast<T*>(scratch.staging), &keys);
     if (rows > ROWS) {
       while (Fetcher::step(fetcher)) continue;
-      attend_tile<Words>(args, shape, scratch, source, first, rows, [] {});
-    } else {
-      attend_tile<Words>(args, shape, scratch, source, first, rows, [&]() __attribute__((always_inline)) {
-        Fetcher::step(fetcher);
-      });
+      attend_tile<Words>(args, shape, scratch, keys, first, rows, [] {});
+      continue;
     }
+    auto fetch = [&]() __attribute__((always_inline)) { Fetcher::step(fetcher); };
+    with_dim(shape.head_dim, args.kv.slot_stride, [&](auto constant) __attribute__((always_inline)) {
+      if constexpr (constant.value > 0) {
+        attend_few<Words, constant.value>(args, shape, scratch, keys, first, rows, fetch);
+      } else {
+        attend_tile<Words>(args, shape, scratch, keys, first, rows, fetch);
+      }
+    });
   }
   write_output<T>(args, step, shape, tile, scratch);
 }

@@ -18,6 +18,8 @@ namespace {
 //
 #include "pack_impl.h"
 //
+#include "few_rows_impl.h"
+//
 #include "attention_impl.h"
 #include "elementwise_impl.h"
 #include "gate_impl.h"

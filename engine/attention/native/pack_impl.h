@@ -91,8 +91,8 @@ BATON_INLINE void pack_keys(const KeyGroup<T>& group, int dim, float* keys) {
   }
 }
 
-// Two rows of bfloat16 as words: row 0 in the lower halves, row 1 in the upper ones.
-BATON_INLINE void pair_rows(const bf16* row0, const bf16* row1, int dim, int padded_dim, float* words) {
+// 2 W elements of two rows of bfloat16 as words: row 0 in the lower halves, row 1 in the upper ones.
+BATON_INLINE void interleave(const bf16* row0, const bf16* row1, vf* words, vf* next_words) {
   typedef uint16_t pairs __attribute__((vector_size(4 * W)));
   pairs low, high;
 #pragma GCC unroll 32
@@ -100,12 +100,20 @@ BATON_INLINE void pair_rows(const bf16* row0, const bf16* row1, int dim, int pad
     low[i] = i / 2 + i % 2 * 2 * W;
     high[i] = W + i / 2 + i % 2 * 2 * W;
   }
+  const pairs a = bit_cast<pairs>(load(reinterpret_cast<const float*>(row0)));
+  const pairs b = bit_cast<pairs>(load(reinterpret_cast<const float*>(row1)));
+  *words = bit_cast<vf>(__builtin_shuffle(a, b, low));
+  *next_words = bit_cast<vf>(__builtin_shuffle(a, b, high));
+}
+
+// Two whole rows of them.
+BATON_INLINE void pair_rows(const bf16* row0, const bf16* row1, int dim, int padded_dim, float* words) {
   int at = 0;
   for (; at + 2 * W <= dim; at += 2 * W) {
-    const pairs a = bit_cast<pairs>(load(reinterpret_cast<const float*>(row0 + at)));
-    const pairs b = bit_cast<pairs>(load(reinterpret_cast<const float*>(row1 + at)));
-    store(words + at, bit_cast<vf>(__builtin_shuffle(a, b, low)));
-    store(words + at + W, bit_cast<vf>(__builtin_shuffle(a, b, high)));
+    vf low, high;
+    interleave(row0 + at, row1 + at, &low, &high);
+    store(words + at, low);
+    store(words + at + W, high);
   }
   for (; at < padded_dim; at += W) {
     const vu a = bit_cast<vu>(load_up_to(row0 + at, dim - at)) >> 16;
@@ -148,18 +156,20 @@ BATON_INLINE void with_dim(int dim, int64_t stride, Function function) {
   }
 }
 
-// Finds the keys of positions first .. first + KEY_TILE - 1, as far as they exist, and packs them.
-template <class Words, class T>
-static void pack_key_tile(const KeySource<T>& source, int first, T* staging, KeyTile<T>* tile, float* keys) {
-  const int dim = source.kv.head_dim;
+// Finds the keys of positions first .. first + KEY_TILE - 1, as far as they exist.
+template <class T>
+static void find_key_tile(const KeySource<T>& source, int first, T* staging, KeyTile<T>* tile) {
   tile->num_groups = 0;
-  for (int at = 0; at < KEY_TILE && first + at < source.end; at += W, staging += 2 * W * dim) {
-    const KeyGroup<T> group = find_group(source, first + at, staging);
-    tile->groups[tile->num_groups++] = group;
-    with_dim(dim, group.stride, [&](auto constant) __attribute__((always_inline)) {
-      pack_keys<Words, constant.value>(group, dim, keys + at);
+  for (int at = 0; at < KEY_TILE && first + at < source.end; at += W, staging += 2 * W * source.kv.head_dim)
+    tile->groups[tile->num_groups++] = find_group(source, first + at, staging);
+}
+
+template <class Words, class T>
+static void pack_key_tile(const KeyTile<T>& tile, int dim, float* keys) {
+  for (int i = 0; i < tile.num_groups; ++i)
+    with_dim(dim, tile.groups[i].stride, [&](auto constant) __attribute__((always_inline)) {
+      pack_keys<Words, constant.value>(tile.groups[i], dim, keys + i * W);
     });
-  }
 }
 
 template <class Words, class T>
@@ -179,53 +189,40 @@ struct KeyPlace {
 
 // Asks the cache for the keys and values of the tile after the one at hand. In decode each is read once, from another
 // page, which the machine's own prefetcher does not foresee; and a core cannot wait for many lines at once, so that
-// memory would idle if they were asked for in one go. So it is done a few at a time, in the loops of the products. Of the
-// tile after that every fourth line is asked for before: it brings the page's address and makes the machine's own
-// prefetcher, which can wait for more, bring some of the rest. All into the second-level cache, which waits for more
-// lines at once than the first does: on Zen 4 that reads scattered pages twice as fast.
+// memory would idle if they were asked for in one go. So it is done a few at a time, page by page, in the loops of the
+// products, and into the second-level cache, which waits for more lines at once than the first does: on Zen 4 that reads
+// scattered pages twice as fast.
 struct Fetcher {
   const char* next;
-  const char* group_end;
-  int64_t to_value_bytes;
-  int64_t group_size_bytes;
-  int group;
-  int num_groups;
-  const char* groups[KEY_TILE / W];
+  const char* piece_end;
+  int64_t piece_size_bytes;
+  int piece;
+  int num_pieces;
+  const char* pieces[2 * KEY_TILE / W];
 
-  // `after` is the tile after the one to fetch.
   template <class T>
-  BATON_INLINE void begin(Fetcher& fetcher, const KeyPlace<T>& place, const KeyPlace<T>& after) {
+  BATON_INLINE void begin(Fetcher& fetcher, const KeyPlace<T>& place) {
     const BatonKVLayer& kv = place.source->kv;
-    fetcher.next = fetcher.group_end = nullptr;
-    fetcher.to_value_bytes = kv.kv_stride * sizeof(T);
-    fetcher.group_size_bytes = W * kv.slot_stride * sizeof(T);
-    fetcher.group = fetcher.num_groups = 0;
+    fetcher.next = fetcher.piece_end = nullptr;
+    fetcher.piece_size_bytes = W * kv.slot_stride * sizeof(T);
+    fetcher.piece = fetcher.num_pieces = 0;
     int run;
-    for (int at = 0; at < KEY_TILE && place.position + at < place.source->end; at += W)
-      fetcher.groups[fetcher.num_groups++] =
-          reinterpret_cast<const char*>(KeySource<T>::find(*place.source, place.position + at, &run));
-    for (int at = 0; at < KEY_TILE && after.position + at < after.source->end; at += W) {
-      const T* key = KeySource<T>::find(*after.source, after.position + at, &run);
-      const char* line = reinterpret_cast<const char*>(key);
-      for (const char* end = line + fetcher.group_size_bytes; line < end; line += 4 * CACHE_LINE_BYTES) {
-        __builtin_prefetch(line, 0, 2);
-        __builtin_prefetch(line + fetcher.to_value_bytes, 0, 2);
-      }
+    for (int at = 0; at < KEY_TILE && place.position + at < place.source->end; at += W) {
+      const T* keys = KeySource<T>::find(*place.source, place.position + at, &run);
+      fetcher.pieces[fetcher.num_pieces++] = reinterpret_cast<const char*>(keys);
+      fetcher.pieces[fetcher.num_pieces++] = reinterpret_cast<const char*>(keys + kv.kv_stride);
     }
   }
 
-  // Two lines of keys and the same of values; false when there are no more.
+  // Four lines; false when there are no more.
   BATON_INLINE bool step(Fetcher& fetcher) {
-    if (fetcher.next >= fetcher.group_end) {
-      if (fetcher.group == fetcher.num_groups) return false;
-      fetcher.next = fetcher.groups[fetcher.group++];
-      fetcher.group_end = fetcher.next + fetcher.group_size_bytes;
+    if (fetcher.next >= fetcher.piece_end) {
+      if (fetcher.piece == fetcher.num_pieces) return false;
+      fetcher.next = fetcher.pieces[fetcher.piece++];
+      fetcher.piece_end = fetcher.next + fetcher.piece_size_bytes;
     }
-#pragma GCC unroll 2
-    for (int line = 0; line < 2; ++line, fetcher.next += CACHE_LINE_BYTES) {
-      __builtin_prefetch(fetcher.next, 0, 2);
-      __builtin_prefetch(fetcher.next + fetcher.to_value_bytes, 0, 2);
-    }
+#pragma GCC unroll 4
+    for (int line = 0; line < 4; ++line, fetcher.next += CACHE_LINE_BYTES) __builtin_prefetch(fetcher.next, 0, 2);
     return true;
   }
 };
