@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.goodput_parts.attainment import TIGHT_TPOT, Point, Search, goodput
+from benchmarks.goodput_parts.attainment import MIN_ATTAINMENT, TIGHT_TPOT, Point, Search, goodput
 from benchmarks.goodput_parts.bootstrap import attainment_interval, goodput_draws, interval, ratio_draws
 from benchmarks.goodput_parts.campaign import Campaign, Effort, Found, Tools, shares
 from benchmarks.goodput_parts.load import measure_open_loop, measure_unloaded
@@ -61,7 +61,12 @@ def summary(found: Found, seed: int) -> dict[str, Any]:
         "limits_ms": {"ttft": found.limits.ttft_s * 1e3, "tpot": found.limits.tpot_s * 1e3},
         "chunk_tokens": found.chunk_tokens,
         "goodput": {
-            name: {"requests_per_s": goodput(shares(curve)), "interval": interval(draws[name])}
+            name: {
+                "requests_per_s": goodput(shares(curve)),
+                "interval": interval(draws[name]),
+                # Otherwise goodput is at least that of the last rate that was tried.
+                "is_crossed": min(point.attainment for point in curve) < MIN_ATTAINMENT,
+            }
             for name, curve in sides.items()
         },
         "ratio": {
