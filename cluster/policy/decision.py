@@ -23,8 +23,10 @@ READING_WEIGHT: Final = 3
 """What is read keeps a worker from the prompts of others: each token counts so many times besides the request's own
 wait. Without it busy holders are passed over too readily, and what they hold is computed again."""
 NO_ROOM: Final = "no decode worker has room"
-NEARLY: Final = 1.1
-"""Costs up to so many times the least count as equal to it: predictions are no better than that."""
+NEARLY: Final = 0.1
+"""Costs count as equal to the least up to this share of the request's own time more: predictions are no better than
+that. What reading costs others is the larger part of a long prompt's cost, and the same share of it would let the
+prompt wait for seconds beside an idle worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +89,17 @@ class Wait:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Option:
     """A worker that could take it: at what cost, and how heavy its load is (compared in order).
 
-    `predicted_ms`: time per output token of a decode worker; of a prefill worker the time until the prompt is read.
+    `own_ms`: what of the cost is the request's own time, and not that of others. `predicted_ms`: time per output token
+    of a decode worker; of a prefill worker the time until the prompt is read.
     """
 
     worker: WorkerLike
     cost_ms: float
+    own_ms: float
     load: tuple[int, int]
     num_uncached_tokens: int
     predicted_ms: float
@@ -109,7 +113,7 @@ def starts_soon(worker: WorkerLike, num_held_tokens: int = 0) -> bool:
 
 def best(options: list[Option]) -> Option | None:
     """The one with the lightest load of those that cost nearly the least."""
-    limit_ms = min((option.cost_ms for option in options), default=0.0) * NEARLY
+    limit_ms = min((option.cost_ms + NEARLY * option.own_ms for option in options), default=0.0)
     return min(
         (option for option in options if option.cost_ms <= limit_ms),
         key=lambda option: (option.load, option.worker.id),

@@ -65,7 +65,7 @@ def place_reading(
         read = local_read(option.worker, option.num_uncached_tokens, demand.block_size, usual, rules)
         if read is None:
             continue
-        slower_ms = max(0.0, option.predicted_ms - NEARLY * least_token_ms) * demand.num_emitted
+        slower_ms = max(0.0, option.predicted_ms - (1 + NEARLY) * least_token_ms) * demand.num_emitted
         others_ms = READING_WEIGHT * option.num_uncached_tokens * reading_ms_per_token
         cost_ms = read.read_ms + read.held_up_ms + slower_ms + others_ms
         if cost_ms < pushed_ms and (found is None or (cost_ms, option.load, option.worker.id) < _rank(found)):

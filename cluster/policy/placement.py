@@ -176,13 +176,17 @@ def _decode_option(
     num_held_blocks = candidates.num_held_blocks.get(worker.id, 0)
     num_uncached_tokens = demand.num_tokens - num_held_blocks * demand.block_size
     token_ms = tpot_ms(worker, demand.num_expected_blocks * demand.block_size, demand.block_size, usual)
+    own_ms = demand.num_emitted * token_ms
+    others_ms = 0.0
     if prefill:
-        start_ms = push_ms(candidates.links, prefill[0], worker, demand.num_read_blocks - num_held_blocks)
+        own_ms += push_ms(candidates.links, prefill[0], worker, demand.num_read_blocks - num_held_blocks)
     else:
-        start_ms = read_ms(worker, num_uncached_tokens, usual) + _others_ms(num_uncached_tokens, usual)
+        own_ms += read_ms(worker, num_uncached_tokens, usual)
+        others_ms = _others_ms(num_uncached_tokens, usual)
     return Option(
         worker=worker,
-        cost_ms=start_ms + demand.num_emitted * token_ms,
+        cost_ms=own_ms + others_ms,
+        own_ms=own_ms,
         load=(worker.num_promised_blocks - num_held_blocks - worker.num_total_blocks, worker.num_sequences),
         num_uncached_tokens=num_uncached_tokens,
         predicted_ms=token_ms,
@@ -208,6 +212,7 @@ def _prefill_options(demand: Demand, candidates: Candidates, decode: WorkerLike 
             Option(
                 worker=worker,
                 cost_ms=predicted_ms + held_up_ms + _others_ms(num_uncached_tokens, usual),
+                own_ms=predicted_ms,
                 load=(worker.num_given_tokens, worker.num_sequences),
                 num_uncached_tokens=num_uncached_tokens,
                 predicted_ms=predicted_ms,

@@ -213,6 +213,14 @@ def test_nearly_equal_costs_are_decided_by_load() -> None:
     assert _place(readers, [empty]) == ("p1", "d1"), "idle ones take turns, by what they have been given before"
 
 
+def test_nearly_equal_is_measured_by_the_own_time() -> None:
+    """A long prompt's reading costs others much, wherever it is done: that hides no wait beside an idle worker."""
+    idle = _worker("p1", ms_per_token=1.0, num_given_tokens=10_000)
+    for backlog_tokens, taken in ((35, "p0"), (45, "p1")):
+        fresher = _worker("p0", ms_per_token=1.0, backlog_tokens=backlog_tokens)
+        assert _place([fresher, idle], [_worker("d0")], num_tokens=400) == (taken, "d0")
+
+
 def test_the_prompt_is_read_where_its_beginning_is_cached() -> None:
     holder, other = _worker("p1", ms_per_token=1.0), _worker("p0", ms_per_token=1.0)
     assert _place([other, holder], [_worker("d0")], held={"p1": 2}) == ("p1", "d0")

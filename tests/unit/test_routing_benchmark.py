@@ -35,8 +35,18 @@ def test_equal_blocks_of_the_trace_are_equal_tokens(tmp_path: Path) -> None:
 def test_one_cache_for_all(tmp_path: Path) -> None:
     rows = [(3000 * index, 3 * BLOCK + 32, [index % 2 * 10, 1, 2, 9]) for index in range(4)]
     requests = requests_of(tmp_path, *rows)
-    assert routing.shared_cache_hit_rate(requests, num_blocks=6) == pytest.approx(2 * 48 / (4 * 49))
-    assert routing.shared_cache_hit_rate(requests, num_blocks=3) == 0.0
+    assert routing.shared_cache_misses(requests, num_blocks=6) == [49, 49, 1, 1]
+    assert routing.shared_cache_misses(requests, num_blocks=3) == [49] * 4
+
+
+def test_one_queue_for_all(tmp_path: Path) -> None:
+    """Eight are served at once, the ninth waits for the first of them."""
+    requests = requests_of(tmp_path, *((0, BLOCK, [index]) for index in range(9)))
+    ttft_s = routing.one_queue_ttft_s(requests, [16] * 9)
+    reading_s = (16 * routing.COST.token_ns + routing.COST.base_ns) / 1e9
+    came_s = [request.arrival_ns / 1e9 for request in requests]
+    assert ttft_s[:8] == pytest.approx([reading_s] * 8)
+    assert ttft_s[8] == pytest.approx(max(came_s[0] + 2 * reading_s, came_s[8] + reading_s) - came_s[8])
 
 
 def test_a_short_replay_under_each_policy(tmp_path: Path) -> None:

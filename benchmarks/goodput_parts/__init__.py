@@ -1,0 +1,1 @@
+"""Parts of the goodput benchmark: traces, load, limits, bisection, intervals, pictures."""
