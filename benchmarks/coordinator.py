@@ -36,6 +36,7 @@ from benchmarks.coordinator_load.workload import (
     make_load,
 )
 from benchmarks.report import Report, Result, arguments, at_least, at_most, finish
+from cluster.core.commands import Prefill, Reserve
 from cluster.core.effects import Effect, ToWorker
 from cluster.core.events import Event, FromFront, FromWorker
 from cluster.core.ids import Outcome, WorkerId
@@ -45,10 +46,8 @@ from cluster.core.messages import (
     FrontHello,
     Heartbeat,
     LegReleased,
-    Prefill,
     PrefillDone,
     RequestDone,
-    Reserve,
     ReserveGranted,
     Submit,
 )

@@ -8,7 +8,7 @@ its answers to whoever goes on with them, as a prefill worker does.
 from __future__ import annotations
 
 from cluster.agent.settings import RoleProfile
+from cluster.core.commands import Prefill, Reserve, RunLocal
 from cluster.core.ids import Role
-from cluster.core.messages import Prefill, Reserve, RunLocal
 
 PROFILE = RoleProfile(role=Role.DECODE, accepts=(Reserve, RunLocal, Prefill), prefill_chunk_tokens=64)

@@ -8,7 +8,7 @@ KV is on its way while the rest is computed.
 from __future__ import annotations
 
 from cluster.agent.settings import RoleProfile
+from cluster.core.commands import Prefill, RunLocal
 from cluster.core.ids import Role
-from cluster.core.messages import Prefill, RunLocal
 
 PROFILE = RoleProfile(role=Role.PREFILL, accepts=(Prefill, RunLocal), prefill_chunk_tokens=256)

@@ -11,8 +11,9 @@ import socket
 from cluster.agent.limits import AgentLimits, WorkerStateConfig
 from cluster.agent.pool import TransportPool, open_pool
 from cluster.agent.settings import RoleProfile, WorkerSettings
+from cluster.core.commands import Prefill, RunLocal
 from cluster.core.limits import NS_PER_S
-from cluster.core.messages import Prefill, RankEndpoint, RunLocal, WorkerHello, WorkerLoad, WorkerRef
+from cluster.core.messages import RankEndpoint, WorkerHello, WorkerLoad, WorkerRef
 from engine.attention.base import LayerWritten
 from engine.core.disk_tier import DiskResult, DiskWork
 from engine.core.scheduler import SchedulerConfig

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.core.commands import Command
 from cluster.core.ids import FrontId
-from cluster.core.messages import Command
 from cluster.core.token_messages import Forget, Watch
 from engine.core.disk_tier import DiskResult
 from engine.core.request import RequestBody

@@ -31,6 +31,7 @@ from cluster.agent.translation import (
     sequence_spec,
 )
 from cluster.agent.trials import Trials
+from cluster.core.commands import Prefill, Reserve, RunLocal
 from cluster.core.ids import AttemptId, Blame, Outcome, WorkerId
 from cluster.core.limits import NS_PER_MS
 from cluster.core.messages import (
@@ -40,12 +41,9 @@ from cluster.core.messages import (
     LegReleased,
     LegSurvived,
     PeerFenced,
-    Prefill,
     PrefillDone,
-    Reserve,
     ReserveGranted,
     ReserveRefused,
-    RunLocal,
     WorkerMessage,
 )
 from engine.core.block_pool import BlockPool

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from cluster.core.commands import Prefill, Reserve, RunLocal
 from cluster.core.limits import NS_PER_S
-from cluster.core.messages import Prefill, Reserve, RunLocal, WorkerHello
+from cluster.core.messages import WorkerHello
 from engine.core.scheduler import SchedulerConfig
 from kv_transfer.protocol.limits import PushLimits
 from kv_transfer.protocol.sampling import Checksums

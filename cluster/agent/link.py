@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from cluster.core.commands import Command
 from cluster.core.ids import WorkerId
 from cluster.core.limits import NS_PER_MS
-from cluster.core.messages import Command
 
 
 class CoordinatorLink:

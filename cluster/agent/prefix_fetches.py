@@ -12,17 +12,10 @@ from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.prefix_pins import pin_prefix
 from cluster.agent.pushes import Pushes, PushRefusedError
 from cluster.agent.translation import block_grants, matchable_hashes, pack_grants, peer_of
+from cluster.core.commands import Prefill, Reserve
 from cluster.core.ids import AttemptId
 from cluster.core.limits import NS_PER_MS
-from cluster.core.messages import (
-    Committed,
-    LegReleased,
-    Prefill,
-    Reserve,
-    ReserveGranted,
-    ReserveRefused,
-    WorkerMessage,
-)
+from cluster.core.messages import Committed, LegReleased, ReserveGranted, ReserveRefused, WorkerMessage
 from engine.core.block_hash import ROOT_HASH
 from engine.core.block_pool import BlockPool
 from engine.core.errors import OutOfBlocksError, StaleGenerationError

@@ -22,27 +22,22 @@ from cluster.agent.outbox import Outbox
 from cluster.agent.peer_links import PeerLinks
 from cluster.agent.pushes import Pushes
 from cluster.agent.stepper import Stepper
-from cluster.core.drain_orders import DrainOrder, Leave, StartDrain, WorkerLeft
-from cluster.core.ids import FrontId, Outcome
-from cluster.core.limits import NS_PER_MS, NS_PER_S
-from cluster.core.messages import (
-    BlockCounts,
+from cluster.core.commands import (
     CancelLeg,
     CommandBody,
-    Heartbeat,
     PeerLost,
     Prefill,
     Reserve,
-    ReserveRefused,
     RunLocal,
     SendBlockSnapshot,
     SenderStopped,
-    WorkerHello,
-    WorkerLoad,
-    WorkerMessage,
     WorkerRefused,
     WorkerWelcome,
 )
+from cluster.core.drain_orders import DrainOrder, Leave, StartDrain, WorkerLeft
+from cluster.core.ids import FrontId, Outcome
+from cluster.core.limits import NS_PER_MS, NS_PER_S
+from cluster.core.messages import BlockCounts, Heartbeat, ReserveRefused, WorkerHello, WorkerLoad, WorkerMessage
 from cluster.core.reports import LinkReport
 from cluster.core.token_messages import Forget
 from engine.core.block_pool import BlockPool

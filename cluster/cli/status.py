@@ -71,11 +71,11 @@ def status_text(status: admin_pb2.GetStatusResponse) -> str:
         del lines[: len(pool.workers)]
     if drains := _drains_text(status):
         parts.append(drains)
-    if status.links:
-        parts.append(_links_text(status))
     if status.HasField("routes"):
         parts.append(_routes_text(status.routes))
     parts += admission_text(status)
+    if status.links:
+        parts.append(_links_text(status))
     return "\n\n".join(parts)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.core.commands import Command
 from cluster.core.drain_orders import DrainOrder
 from cluster.core.ids import FrontId, WorkerId
 from cluster.core.links import Link
-from cluster.core.messages import Command, ToFrontMessage
+from cluster.core.messages import ToFrontMessage
 from cluster.core.routes import FewPushes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cluster.core.commands import Command, CommandBody
 from cluster.core.drain_orders import DrainOrder
 from cluster.core.effects import (
     DropBody,
@@ -16,7 +17,7 @@ from cluster.core.effects import (
 )
 from cluster.core.ids import FrontId, WorkerId
 from cluster.core.links import Link
-from cluster.core.messages import Command, CommandBody, ToFrontMessage
+from cluster.core.messages import ToFrontMessage
 from cluster.core.routes import FewPushes
 
 

@@ -15,10 +15,11 @@ from typing import Final
 
 from baton.v1 import control_pb2
 from cluster.core import effects, events
+from cluster.core.commands import WorkerRefused
 from cluster.core.drain_orders import DrainOrder, DrainRefusal
 from cluster.core.ids import FrontId, WorkerId
 from cluster.core.limits import NS_PER_S
-from cluster.core.messages import FrontMessage, Resubmit, Submit, WorkerMessage, WorkerRefused
+from cluster.core.messages import FrontMessage, Resubmit, Submit, WorkerMessage
 from cluster.core.state import ClusterState
 from cluster.live.journal import Journal
 from cluster.live.worker_reaper import RetireWorker

@@ -11,10 +11,11 @@ import grpc
 import grpc.aio
 
 from baton.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc
+from cluster.core.commands import Command, WorkerRefused
 from cluster.core.config import ClusterConfig
 from cluster.core.drain_orders import DrainOrder
 from cluster.core.ids import FrontId, WorkerId
-from cluster.core.messages import Command, FrontHello, FrontMessage, Resubmit, Submit, WorkerHello, WorkerRefused
+from cluster.core.messages import FrontHello, FrontMessage, Resubmit, Submit, WorkerHello
 from cluster.core.views import DrainView
 from cluster.live.admin import drain_order, flip_order, incarnation_of, leases_response, status_response
 from cluster.live.driver import Driver, FrontStream, WorkerStream

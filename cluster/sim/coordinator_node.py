@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.core import effects, events
+from cluster.core.commands import WorkerRefused
 from cluster.core.drain_orders import DrainOrder
 from cluster.core.ids import FrontId, WorkerId
-from cluster.core.messages import FrontHello, FrontMessage, Resubmit, Submit, WorkerHello, WorkerMessage, WorkerRefused
+from cluster.core.messages import FrontHello, FrontMessage, Resubmit, Submit, WorkerHello, WorkerMessage
 from cluster.core.routes import FewPushes
 from cluster.core.state import ClusterState
 from cluster.sim.network import Network, StreamEnd

@@ -11,9 +11,9 @@ from cluster.agent import effects, events
 from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.state import WorkerState
 from cluster.core.brief import brief
+from cluster.core.commands import Command, CommandBody, Prefill, Reserve, RunLocal
 from cluster.core.drain_orders import Leave
-from cluster.core.ids import FrontId, Role, WorkerId
-from cluster.core.messages import Command, CommandBody, Prefill, Reserve, RunLocal
+from cluster.core.ids import FrontId, WorkerId
 from cluster.core.token_messages import StreamHello, TokenBatch, TokenRequest
 from cluster.sim.client import Violation
 from cluster.sim.coordinator_node import ADDRESS, Envelope
@@ -26,6 +26,7 @@ from cluster.sim.process import Alarm, Process
 from cluster.sim.push_bridge import PushBridge
 from cluster.sim.scenario import Poison, PoisonKind
 from engine.core.disk_tier import DiskResult, DiskWork
+from engine.core.request import RequestBody
 from engine.core.step import StepPlan
 from kv_transfer.protocol.ranks import bad_blocks
 
@@ -85,7 +86,6 @@ class WorkerNode:
         self._random = random
         self._after_event = after_event
         self._on_leave = on_leave
-        self._role = config.hello.role
         self.bridge = PushBridge(fabric, process, self.worker, self.memory, handle=self.handle)
         self._coordinator: StreamEnd | None = None
         self._fronts: dict[FrontId, StreamEnd] = {}
@@ -106,13 +106,16 @@ class WorkerNode:
 
     def _commanded(self, envelope: Envelope) -> None:
         assert isinstance(envelope.message, Command)
-        self._judge(envelope.message.body)
+        self._judge(envelope.message.body, envelope.body)
         self.handle(events.CommandReceived(command=envelope.message, body=envelope.body))
 
-    def _judge(self, command: CommandBody) -> None:
-        """Nothing new comes to a worker that is being drained; decode may have to push what it had to its successor."""
-        new = Reserve | RunLocal | Prefill if self._role is Role.PREFILL else Reserve | RunLocal
-        if self.state.is_draining and isinstance(command, new):
+    def _judge(self, command: CommandBody, body: RequestBody | None) -> None:
+        """Nothing new comes to a worker that is being drained; who wrote an answer may have to push what it has of it to
+        its successor."""
+        is_new = isinstance(command, Reserve | RunLocal)
+        if isinstance(command, Prefill):
+            is_new = body is None or not body.delivered_ids
+        if self.state.is_draining and is_new:
             raise Violation(f"{self.worker} is being drained and was told {brief(command)}")
 
     def _coordinator_failed(self, _reason: str) -> None:

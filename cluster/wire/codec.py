@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf.message import DecodeError, Message
 
 from baton.v1 import control_pb2, inference_pb2, tokens_pb2
-from cluster.core import drain_orders, messages, token_messages
+from cluster.core import commands, drain_orders, messages, token_messages
 from cluster.core.ids import AttemptId, Outcome, WorkerId
 from cluster.wire.mirror import WireError, from_message, to_message
 from engine.core.request import RequestBody, Sibling
@@ -48,15 +48,15 @@ _WORKER: dict[str, type] = {
     "worker_left": drain_orders.WorkerLeft,
 }
 _COMMAND: dict[str, type] = {
-    "worker_welcome": messages.WorkerWelcome,
-    "worker_refused": messages.WorkerRefused,
-    "reserve": messages.Reserve,
-    "prefill": messages.Prefill,
-    "run_local": messages.RunLocal,
-    "cancel_leg": messages.CancelLeg,
-    "sender_stopped": messages.SenderStopped,
-    "peer_lost": messages.PeerLost,
-    "send_block_snapshot": messages.SendBlockSnapshot,
+    "worker_welcome": commands.WorkerWelcome,
+    "worker_refused": commands.WorkerRefused,
+    "reserve": commands.Reserve,
+    "prefill": commands.Prefill,
+    "run_local": commands.RunLocal,
+    "cancel_leg": commands.CancelLeg,
+    "sender_stopped": commands.SenderStopped,
+    "peer_lost": commands.PeerLost,
+    "send_block_snapshot": commands.SendBlockSnapshot,
     "start_drain": drain_orders.StartDrain,
     "leave": drain_orders.Leave,
 }
@@ -117,7 +117,7 @@ def decode_worker(envelope: control_pb2.WorkerEnvelope) -> messages.WorkerMessag
     return _read(_WORKER, "message", envelope)  # type: ignore[no-any-return]
 
 
-def encode_command(command: messages.Command, body: bytes | None = None) -> control_pb2.Command:
+def encode_command(command: commands.Command, body: bytes | None = None) -> control_pb2.Command:
     """`body`, encoded, goes with Reserve, Prefill and RunLocal."""
     envelope = control_pb2.Command(epoch=command.epoch)
     to_message(command.worker, envelope.worker)
@@ -127,13 +127,13 @@ def encode_command(command: messages.Command, body: bytes | None = None) -> cont
     return envelope
 
 
-def decode_command(envelope: control_pb2.Command) -> tuple[messages.Command, RequestBody | None]:
+def decode_command(envelope: control_pb2.Command) -> tuple[commands.Command, RequestBody | None]:
     """Raises: WireError also where a command that needs a body comes without one."""
     content = _read(_COMMAND, "command", envelope)
     if not envelope.HasField("worker"):
         raise WireError("Command lacks worker")
-    command = messages.Command(epoch=envelope.epoch, worker=from_message(WorkerId, envelope.worker), body=content)
-    if isinstance(content, messages.Reserve | messages.Prefill | messages.RunLocal):
+    command = commands.Command(epoch=envelope.epoch, worker=from_message(WorkerId, envelope.worker), body=content)
+    if isinstance(content, commands.Reserve | commands.Prefill | commands.RunLocal):
         if not envelope.HasField("body"):
             raise WireError(f"{type(content).__name__} lacks its body")
         return command, decode_body(envelope.body)

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from baton.v1 import control_pb2, control_pb2_grpc
 from cluster.agent import events as ev
 from cluster.agent.control_client import ControlClient
+from cluster.core.commands import Command, WorkerWelcome
 from cluster.core.ids import WorkerId
-from cluster.core.messages import Command, WorkerWelcome
 from cluster.wire.channels import bind, make_server
 from cluster.wire.codec import encode_command
 

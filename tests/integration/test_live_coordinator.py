@@ -21,13 +21,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc
 from cluster.agent.translation import pack_grants
+from cluster.core.commands import CancelLeg, Command, Prefill, Reserve, WorkerRefused, WorkerWelcome
 from cluster.core.config import ClusterConfig, CoordinatorConfig, ModelConfig, PoolConfig
 from cluster.core.ids import AttemptId, FrontId, Outcome, RefusalCause, Role, WorkerId
 from cluster.core.messages import (
     AttemptFailed,
     BlockCounts,
-    CancelLeg,
-    Command,
     Committed,
     EndRequest,
     Finished,
@@ -38,11 +37,9 @@ from cluster.core.messages import (
     LegReleased,
     LegTimeline,
     Placed,
-    Prefill,
     PrefillDone,
     Refused,
     RequestDone,
-    Reserve,
     ReserveGranted,
     Resubmit,
     Submit,
@@ -51,8 +48,6 @@ from cluster.core.messages import (
     WorkerLoad,
     WorkerMessage,
     WorkerRef,
-    WorkerRefused,
-    WorkerWelcome,
 )
 from cluster.core.state import ClusterState
 from cluster.core.tenant_config import NamedTenant, QuotaConfig, TenantConfig, TenantsConfig

@@ -16,20 +16,18 @@ from cluster.agent import events as ev
 from cluster.agent.legs import push_key_of
 from cluster.agent.state import WorkerState
 from cluster.agent.translation import block_grants, pack_grants
-from cluster.core.ids import AttemptId, Role, WorkerId
-from cluster.core.messages import (
+from cluster.core.commands import (
     CancelLeg,
     Command,
     CommandBody,
     PeerLost,
     Prefill,
-    RankEndpoint,
     Reserve,
-    ReserveGranted,
     SenderStopped,
-    WorkerRef,
     WorkerWelcome,
 )
+from cluster.core.ids import AttemptId, Role, WorkerId
+from cluster.core.messages import RankEndpoint, ReserveGranted, WorkerRef
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
 from engine.core.step import StepPlan

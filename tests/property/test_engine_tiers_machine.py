@@ -188,7 +188,7 @@ class TiersMachine(RuleBasedStateMachine):
     def take_changes(self, max_hashes: int) -> None:
         changes = self.pool.take_changes(max_hashes)
         for evicted in changes.evicted:
-            self.told.remove(evicted)
+            self.told.remove(evicted.block_hash)
         stored = {block.block_hash for block in changes.stored}
         assert not self.told & stored
         self.told |= stored
@@ -237,7 +237,7 @@ class HostTierMachine(RuleBasedStateMachine):
                 return
             self.kept.remove(expected)
         self.kept.append(name)
-        assert dropped == expected
+        assert dropped == (None if expected is None else (expected, ROOT_HASH))
 
     @rule(numbers=st.lists(st.integers(0, 9), unique=True, max_size=4))
     def load(self, numbers: list[int]) -> None:
@@ -261,7 +261,7 @@ class HostTierMachine(RuleBasedStateMachine):
 
     @rule(is_failed=st.booleans())
     def end_step(self, is_failed: bool) -> None:
-        forgotten = set(self.tier.end_step(is_failed=is_failed))
+        forgotten = {block_hash for block_hash, _ in self.tier.end_step(is_failed=is_failed)}
         assert forgotten == (self.unloadable if is_failed else set())
         self.kept = [name for name in self.kept if name not in forgotten]
         self.held, self.unloadable = set(), set()

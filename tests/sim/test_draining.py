@@ -57,7 +57,8 @@ def drained_alone(seed: int) -> Scenario:
         for _ in range(draw.choice((1, 2, 3)))
     ]
     faults.sort(key=lambda one: one.at_ns)
-    return replace(scenario, faults=tuple(faults), max_attempts=1)
+    requests = tuple(replace(request, poison=None) for request in scenario.requests)
+    return replace(scenario, requests=requests, faults=tuple(faults), max_attempts=1)
 
 
 def test_drains_alone_cost_nobody_an_answer() -> None:

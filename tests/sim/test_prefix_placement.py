@@ -157,8 +157,10 @@ def test_one_document_read_by_many_is_computed_and_stored_once_a_worker_at_most(
     num_computed: dict[int, int] = {}
 
     class CountingRun(StepRun):
-        def __init__(self, plan: StepPlan, memory: KVMemory, variant: int = 0) -> None:
-            super().__init__(plan, memory, variant)
+        def __init__(
+            self, plan: StepPlan, memory: KVMemory, variant: int = 0, unusable: frozenset[int] = frozenset()
+        ) -> None:
+            super().__init__(plan, memory, variant, unusable)
             for step in plan.sequences:
                 if step.key.request_id.startswith("q") and step.start < len(document):
                     num_tokens = min(step.start + len(step.token_ids), len(document)) - step.start

@@ -70,7 +70,7 @@ def test_histories_mix_all_ways_and_every_answer_is_right(monkeypatch: pytest.Mo
         taken = routes_of(worlds.pop())
         totals += taken
         num_mixed += len(taken) > 1
-    assert min(totals[route] for route in Route) > NUM_SEEDS / 4 and num_mixed > NUM_SEEDS / 8, totals
+    assert min(totals[route] for route in Route) > NUM_SEEDS / 6 and num_mixed > NUM_SEEDS / 8, totals
 
 
 def test_each_kind_of_rule_is_drawn() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from cluster.core.commands import CommandBody
 from cluster.core.config import ClusterConfig, CoordinatorConfig, ModelConfig, PoolConfig
 from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
 from cluster.core.effects import DropBody, Effect, GiveUpWorker, ToFront, ToWorker
@@ -12,7 +13,6 @@ from cluster.core.ids import AttemptId, FrontId, Role, WorkerId
 from cluster.core.messages import (
     GRANTED_BLOCK_BYTES,
     BlockCounts,
-    CommandBody,
     Committed,
     FrontHello,
     FrontMessage,

@@ -10,6 +10,16 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from cluster.core.commands import (
+    CancelLeg,
+    CommandBody,
+    PeerLost,
+    Prefill,
+    Reserve,
+    RunLocal,
+    SenderStopped,
+    WorkerRefused,
+)
 from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
 from cluster.core.drain_orders import DrainOrder, Leave, StartDrain, WorkerLeft
 from cluster.core.effects import DropBody, Effect, GiveUpWorker, RetireWorker, ToFront, ToWorker
@@ -18,9 +28,7 @@ from cluster.core.ids import AttemptId, Blame, FrontId, Outcome, Role, WorkerId
 from cluster.core.limits import UNKNOWN_ATTEMPT
 from cluster.core.messages import (
     AttemptFailed,
-    CancelLeg,
     CancelRequest,
-    CommandBody,
     Committed,
     EndRequest,
     Finished,
@@ -31,23 +39,17 @@ from cluster.core.messages import (
     LegReleased,
     LegSurvived,
     PeerFenced,
-    PeerLost,
     Placed,
-    Prefill,
     PrefillDone,
     Refused,
     RequestDone,
-    Reserve,
     ReserveGranted,
     ReserveRefused,
     Resubmit,
-    RunLocal,
-    SenderStopped,
     StreamLost,
     Submit,
     ToFrontMessage,
     WorkerMessage,
-    WorkerRefused,
 )
 from cluster.core.reports import LeaseInfo
 from cluster.core.state import ClusterState

@@ -24,9 +24,10 @@ from cluster.agent import effects as fx
 from cluster.agent import events as ev
 from cluster.agent.limits import AgentLimits
 from cluster.agent.state import WorkerState
+from cluster.core.commands import CancelLeg, Command, CommandBody, RunLocal, WorkerWelcome
 from cluster.core.ids import AttemptId, FrontId, Outcome, Role, WorkerId
 from cluster.core.limits import NS_PER_MS
-from cluster.core.messages import BlockEvents, CancelLeg, Command, CommandBody, Heartbeat, RunLocal, WorkerWelcome
+from cluster.core.messages import BlockEvents, Heartbeat
 from cluster.core.token_messages import Forget, Watch
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams

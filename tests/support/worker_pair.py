@@ -15,30 +15,32 @@ from cluster.agent import events as ev
 from cluster.agent.limits import AgentLimits, Work, WorkerStateConfig
 from cluster.agent.state import WorkerState
 from cluster.agent.translation import peer_of
-from cluster.core.ids import AttemptId, FrontId, Outcome, Role, WorkerId
-from cluster.core.messages import (
+from cluster.core.commands import (
     CancelLeg,
     Command,
     CommandBody,
+    PeerLost,
+    Prefill,
+    Reserve,
+    RunLocal,
+    SenderStopped,
+    WorkerWelcome,
+)
+from cluster.core.ids import AttemptId, FrontId, Outcome, Role, WorkerId
+from cluster.core.messages import (
     Committed,
     Finished,
     LegFailed,
     LegReleased,
     PeerFenced,
-    PeerLost,
-    Prefill,
     PrefillDone,
     RankEndpoint,
-    Reserve,
     ReserveGranted,
     ReserveRefused,
-    RunLocal,
-    SenderStopped,
     WorkerHello,
     WorkerLoad,
     WorkerMessage,
     WorkerRef,
-    WorkerWelcome,
 )
 from cluster.core.token_messages import PROMPT_CHOICE, Forget, TokenRun, Watch
 from engine.core.request import RequestBody

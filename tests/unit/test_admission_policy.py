@@ -37,6 +37,10 @@ class FakeWorker:
     ms_per_token: float = 0.0
     decode_base_ms: float = 0.0
     decode_context_token_ms: float = 0.0
+    chunk_token_ms: float = 0.0
+    reading_share: float = 0.0
+    num_writing: int = 0
+    num_writing_blocks: int = 0
 
 
 def make_worker(name: str, **values: float) -> FakeWorker:

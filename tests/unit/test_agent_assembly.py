@@ -12,8 +12,8 @@ import pytest
 from cluster.agent.assembly import load_engine, state_config
 from cluster.agent.main import main
 from cluster.agent.settings import WorkerSettings
+from cluster.core.commands import Prefill, Reserve, RunLocal
 from cluster.core.ids import Role, WorkerId
-from cluster.core.messages import Reserve, RunLocal
 from decode_worker.profile import PROFILE as DECODE
 from engine.core.scheduler import SchedulerConfig
 from kv_transfer.protocol.layout import KVLayout, LayerGroup
@@ -53,7 +53,7 @@ def engine() -> Any:
     )
 
 
-@pytest.mark.parametrize(("device", "accepts"), [("cpu", (Reserve, RunLocal)), ("cuda", (RunLocal,))])
+@pytest.mark.parametrize(("device", "accepts"), [("cpu", (Reserve, RunLocal, Prefill)), ("cuda", (RunLocal,))])
 def test_pushes_are_for_host_memory(device: str, accepts: tuple[type, ...]) -> None:
     config = state_config(dataclasses.replace(SETTINGS, device=device), DECODE, engine(), "127.0.0.1:2", "127.0.0.1:3")
     assert config.accepts == accepts

@@ -7,10 +7,11 @@ from dataclasses import replace
 from cluster.agent import effects as fx
 from cluster.agent import events as ev
 from cluster.agent.state import WorkerState
+from cluster.core.commands import Command, CommandBody, Prefill, WorkerWelcome
 from cluster.core.drain_orders import AfterDrain, DrainOrder, Leave, StartDrain, WorkerLeft
 from cluster.core.ids import Role, WorkerId
 from cluster.core.limits import NS_PER_MS
-from cluster.core.messages import Command, CommandBody, Heartbeat, Prefill, WorkerHello, WorkerWelcome
+from cluster.core.messages import Heartbeat, WorkerHello
 from decode_worker.profile import PROFILE as DECODE
 from tests.support.worker_pair import worker_config
 

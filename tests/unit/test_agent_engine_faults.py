@@ -8,8 +8,9 @@ import pytest
 
 from cluster.agent import events as ev
 from cluster.agent.limits import AgentLimits
+from cluster.core.commands import RunLocal
 from cluster.core.ids import AttemptId, Blame, Outcome
-from cluster.core.messages import Finished, Heartbeat, LegSurvived, RunLocal
+from cluster.core.messages import Finished, Heartbeat, LegSurvived
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
 from tests.support.worker_pair import BLOCK_SIZE, SECOND_NS, Host, World

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.agent.step_costs import NUM_WARM_UP_STEPS, StepCosts
+from cluster.core.commands import CancelLeg, RunLocal
 from cluster.core.ids import AttemptId
-from cluster.core.messages import CancelLeg, RunLocal
 from engine.core.request import RequestBody
 from engine.core.sampling import SamplingParams
 from tests.support.toy_engine import undisturbed

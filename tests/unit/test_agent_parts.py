@@ -12,8 +12,8 @@ from cluster.agent.job_thread import JobThread
 from cluster.agent.limits import AgentLimits
 from cluster.agent.link import CoordinatorLink
 from cluster.agent.step_costs import NUM_SAMPLES, NUM_WARM_UP_STEPS, StepCosts
+from cluster.core.commands import Command, WorkerWelcome
 from cluster.core.ids import WorkerId
-from cluster.core.messages import Command, WorkerWelcome
 from engine.core.sampling import SamplingParams
 from engine.core.step import SequenceKey, SequenceStep, StepPlan
 

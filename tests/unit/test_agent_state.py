@@ -9,26 +9,28 @@ import pytest
 
 from cluster.agent import events as ev
 from cluster.agent.limits import AgentLimits
+from cluster.core.commands import (
+    CancelLeg,
+    Command,
+    PeerLost,
+    Reserve,
+    RunLocal,
+    SendBlockSnapshot,
+    SenderStopped,
+    WorkerRefused,
+    WorkerWelcome,
+)
 from cluster.core.ids import AttemptId, FrontId, LegStage, Outcome, Role, WorkerId
 from cluster.core.messages import (
     BLOCK_HASH_BYTES,
     BlockEvents,
-    CancelLeg,
-    Command,
     Heartbeat,
     LegFailed,
     LegReleased,
     PeerFenced,
-    PeerLost,
-    Reserve,
     ReserveGranted,
     ReserveRefused,
-    RunLocal,
-    SendBlockSnapshot,
-    SenderStopped,
     WorkerHello,
-    WorkerRefused,
-    WorkerWelcome,
 )
 from cluster.core.reports import HeldLeg, LinkReport
 from cluster.core.token_messages import Forget, Watch

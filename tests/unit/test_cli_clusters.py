@@ -205,7 +205,7 @@ def test_status_for_people(tmp_path: Path) -> None:
     }
     assert lines[5].split() == ["p-1", "down", *["-"] * 12]
     assert lines[7:9] == ["pool d, role decode: 0 of 1 workers ready", lines[3]]
-    assert len(lines) == 15 and max(map(len, lines)) <= 100
+    assert len(lines) == 17 and max(map(len, lines)) <= 100
 
 
 def test_leases(tmp_path: Path) -> None:

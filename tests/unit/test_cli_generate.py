@@ -42,6 +42,7 @@ def test_json_is_one_object_with_everything(tmp_path: Path) -> None:
         "usage": {"prompt_tokens": 20, "cached_tokens": 16, "completion_tokens": 3},
         "workers": {"prefill": "prefill-0", "decode": "decode-0"},
         "kv": {"bytes": 3 * 2**20, "transport": "shm"},
+        "route": {"taken": None, "reason": None},
         "timeline_ms": {
             "queued": 0.5,
             "reserved": 1.5,
@@ -285,6 +286,7 @@ def test_a_failed_request_has_its_exit_code(
         "usage": {"prompt_tokens": None, "cached_tokens": None, "completion_tokens": 1},
         "workers": {"prefill": None, "decode": None},
         "kv": {"bytes": None, "transport": None},
+        "route": {"taken": None, "reason": None},
         "timeline_ms": {
             "queued": None,
             "reserved": None,

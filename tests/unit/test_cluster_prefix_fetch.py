@@ -10,7 +10,7 @@ from cluster.policy.prefix_fetch import MIN_BLOCKS, PrefixFetch, fetch_of
 
 BLOCK_SIZE = 16
 BLOCK_SIZE_BYTES = 100_000
-USUAL = StepCosts(ms_per_token=1.0, decode_base_ms=10.0, decode_context_token_ms=0.0)
+USUAL = StepCosts(ms_per_token=1.0, decode_base_ms=10.0, decode_context_token_ms=0.0, chunk_token_ms=0.0)
 
 
 @dataclass

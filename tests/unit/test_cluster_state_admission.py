@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from cluster.core.commands import Reserve
 from cluster.core.config import ClusterConfig
 from cluster.core.ids import AttemptId, LegStage, Outcome, RefusalCause, Role
 from cluster.core.messages import (
@@ -17,7 +18,6 @@ from cluster.core.messages import (
     PrefillDone,
     Refused,
     RequestDone,
-    Reserve,
     ReserveRefused,
     StreamLost,
     Submit,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cluster.core.commands import CancelLeg, Prefill, Reserve
 from cluster.core.drain_orders import AfterDrain, DrainOrder, Leave, StartDrain, WorkerLeft
 from cluster.core.effects import GiveUpWorker, RetireWorker
 from cluster.core.events import DrainAsked
@@ -14,15 +15,12 @@ from cluster.core.ids import AttemptId, Outcome, Role, WorkerId
 from cluster.core.limits import LEAVE_TIMEOUT_NS, NEXT_LIFE_NS, NS_PER_MS
 from cluster.core.messages import (
     AttemptFailed,
-    CancelLeg,
     Committed,
     Finished,
     Heartbeat,
     Placed,
-    Prefill,
     PrefillDone,
     RequestDone,
-    Reserve,
     Resubmit,
 )
 from cluster.core.reports import LeaseInfo

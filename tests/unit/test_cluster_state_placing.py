@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from cluster.core.commands import Reserve, RunLocal
 from cluster.core.ids import AttemptId, Outcome, WorkerId
-from cluster.core.messages import BLOCK_HASH_BYTES, BlockEvents, BlockRun, CancelRequest, Heartbeat, Reserve, RunLocal
+from cluster.core.messages import BLOCK_HASH_BYTES, BlockEvents, BlockRun, CancelRequest, Heartbeat
 from cluster.policy.candidates import NUM_DRAWN
 from engine.core.block_hash import ROOT_HASH, hash_blocks
 from tests.support.coordinator import D0, D1, P0, P1, Bench, make_config, make_load

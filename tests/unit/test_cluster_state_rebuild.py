@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from cluster.core.commands import CancelLeg, Reserve, SenderStopped
 from cluster.core.ids import AttemptId, FrontId, LegStage, Outcome, Role, WorkerId
 from cluster.core.messages import (
     AttemptFailed,
-    CancelLeg,
     CancelRequest,
     Committed,
     EndRequest,
@@ -15,9 +15,7 @@ from cluster.core.messages import (
     Heartbeat,
     LegReleased,
     Refused,
-    Reserve,
     Resubmit,
-    SenderStopped,
     StreamLost,
     Submit,
 )

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
+from cluster.core.commands import RunLocal
 from cluster.core.events import Tick
 from cluster.core.ids import AttemptId, Outcome
-from cluster.core.messages import (
-    AttemptFailed,
-    Finished,
-    Resubmit,
-    RunLocal,
-)
+from cluster.core.messages import AttemptFailed, Finished, Resubmit
 from tests.support.coordinator import D0, MS, TIMELINE, Bench, make_config, only
 
 

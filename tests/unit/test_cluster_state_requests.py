@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from cluster.core.commands import CancelLeg, Prefill, Reserve, RunLocal, SenderStopped
 from cluster.core.ids import AttemptId, FrontId, Outcome
 from cluster.core.messages import (
     GRANTED_BLOCK_BYTES,
     AttemptFailed,
-    CancelLeg,
     CancelRequest,
     Committed,
     EndRequest,
@@ -18,15 +18,11 @@ from cluster.core.messages import (
     FrontHello,
     FrontWelcome,
     Placed,
-    Prefill,
     PrefillDone,
     Refused,
     RequestDone,
-    Reserve,
     ReserveRefused,
     Resubmit,
-    RunLocal,
-    SenderStopped,
     StreamLost,
     Submit,
 )

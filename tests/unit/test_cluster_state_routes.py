@@ -8,21 +8,12 @@ from typing import Any
 
 import pytest
 
+from cluster.core.commands import Reserve, RunLocal
 from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
 from cluster.core.effects import WarnOfFewPushes
 from cluster.core.ids import AttemptId, Outcome, Route, WorkerId
 from cluster.core.limits import MIN_PUSHED_SHARE, NUM_RECENT_ROUTES
-from cluster.core.messages import (
-    CancelRequest,
-    Committed,
-    Finished,
-    Heartbeat,
-    Placed,
-    PrefillDone,
-    RequestDone,
-    Reserve,
-    RunLocal,
-)
+from cluster.core.messages import CancelRequest, Committed, Finished, Heartbeat, Placed, PrefillDone, RequestDone
 from cluster.core.routes import FewPushes, HandOverCosts, RouteRecord
 from cluster.core.state import ClusterState
 from cluster.live.driver import Driver

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.core.commands import Reserve, RunLocal
 from cluster.core.effects import ReportPoison
 from cluster.core.ids import AttemptId, Blame, Outcome, WorkerId
 from cluster.core.limits import MAX_APART_NS, MAX_STEP_NS, MAX_TRIAL_NS, MAX_UNCLEAR_NS
@@ -16,10 +17,8 @@ from cluster.core.messages import (
     LegSurvived,
     PeerFenced,
     PrefillDone,
-    Reserve,
     ReserveRefused,
     Resubmit,
-    RunLocal,
 )
 from tests.support.coordinator import D0, D1, MS, P0, P1, TIMELINE, Bench, make_config, make_load, only
 

@@ -6,6 +6,16 @@ from typing import Any
 
 import pytest
 
+from cluster.core.commands import (
+    CancelLeg,
+    PeerLost,
+    Reserve,
+    RunLocal,
+    SendBlockSnapshot,
+    SenderStopped,
+    WorkerRefused,
+    WorkerWelcome,
+)
 from cluster.core.ids import AttemptId, LegStage, Outcome, Role, WorkerId
 from cluster.core.limits import MAX_HEARTBEAT_MS
 from cluster.core.messages import (
@@ -13,24 +23,16 @@ from cluster.core.messages import (
     AttemptFailed,
     BlockEvents,
     BlockRun,
-    CancelLeg,
     Committed,
     EndRequest,
     Finished,
     Heartbeat,
     LegFailed,
     PeerFenced,
-    PeerLost,
     Placed,
     PrefillDone,
-    Reserve,
     ReserveRefused,
     Resubmit,
-    RunLocal,
-    SendBlockSnapshot,
-    SenderStopped,
-    WorkerRefused,
-    WorkerWelcome,
 )
 from cluster.core.reports import HeldLeg, LeaseInfo
 from tests.support.coordinator import D0, D1, P0, P1, TIMELINE, Bench, make_config, make_hello, make_load, only

@@ -197,7 +197,7 @@ def test_blocks_that_are_not_trusted_cannot_be_found() -> None:
     states = [pool.state(block) for block in (shared, own, after)]
     assert states == [BlockState.CACHED, BlockState.FREE, BlockState.CACHED]
     assert pool.match([name("a"), name("b"), name("c")]) == [shared], "what follows is out of reach"
-    assert pool.take_changes(10).evicted == (name("b"),)
+    assert pool.take_changes(10).evicted == (NamedBlock(block_hash=name("b"), parent_hash=name("a")),)
     assert sorted(pool.allocate(4)) == [0, 1, 2, 3]
 
 

@@ -130,7 +130,7 @@ def test_the_queue_refusals_and_tenants_are_told() -> None:
     assert told["tenants"][0]["quota"] == {"tokens_per_s": 10, "burst_tokens": 100, "level_tokens": -7}
     text = status_text(status())
     assert "queue: 0 of 5 requests, 70 tokens to read; refused: 3 quota, 1 too_many" in text
-    assert text.splitlines()[-1].split() == ["a", "2", "2", "1", "30", "4", "600", "90", "5", "-7"]
+    assert ["a", "2", "2", "1", "30", "4", "600", "90", "5", "-7"] in [line.split() for line in text.splitlines()]
 
 
 def test_workers_are_told_in_the_order_of_their_numbers() -> None:
@@ -171,6 +171,7 @@ def test_drains_are_told_with_the_worker_and_the_drained_as_such() -> None:
         num_running=0,
         num_leases=0,
         links=(),
+        admission=ADMISSION,
         drains=(
             DrainView(
                 order=DrainOrder(worker="p-1", then=AfterDrain.FLIP, pool="d"),

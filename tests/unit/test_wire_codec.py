@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.v1 import control_pb2, inference_pb2, tokens_pb2
-from cluster.core import messages, token_messages
+from cluster.core import commands, messages, token_messages
 from cluster.core.ids import Outcome, RefusalCause, Role, WorkerId
 from cluster.wire import codec
 from cluster.wire.mirror import WireError
@@ -86,10 +86,10 @@ def test_every_sampling_parameter_is_carried() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(strategy_of(*typing.get_args(messages.CommandBody)), st.integers(0, 2**40))
-def test_commands_round_trip_with_their_body(content: messages.CommandBody, epoch: int) -> None:
-    command = messages.Command(epoch=epoch, worker=WorkerId("p0", 2**50), body=content)
-    needs_body = isinstance(content, messages.Reserve | messages.Prefill | messages.RunLocal)
+@given(strategy_of(*typing.get_args(commands.CommandBody)), st.integers(0, 2**40))
+def test_commands_round_trip_with_their_body(content: commands.CommandBody, epoch: int) -> None:
+    command = commands.Command(epoch=epoch, worker=WorkerId("p0", 2**50), body=content)
+    needs_body = isinstance(content, commands.Reserve | commands.Prefill | commands.RunLocal)
     encoded = codec.encode_command(command, codec.encode_body(_BODY) if needs_body else None)
     wire = control_pb2.Command.FromString(encoded.SerializeToString())
     assert codec.decode_command(wire) == (command, _BODY if needs_body else None)

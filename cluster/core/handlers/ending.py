@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from cluster.core.attempts import Attempt, Leg, LegState
+from cluster.core.commands import CancelLeg, SenderStopped
 from cluster.core.handlers.accounting import close_account, uncharge
 from cluster.core.ids import Outcome, RefusalCause, Role, WorkerId
 from cluster.core.lane import QueueEntry
 from cluster.core.leases import Side
 from cluster.core.limits import RELEASE_TIMEOUT_NS, RESUBMIT_TIMEOUT_NS
-from cluster.core.messages import AttemptFailed, CancelLeg, EndRequest, Refused, SenderStopped
+from cluster.core.messages import AttemptFailed, EndRequest, Refused
 from cluster.core.parts import Parts
 from cluster.core.requests import PLACED_PHASES, Failure, Phase, Request
 from cluster.core.timers import TimerKey, TimerKind

@@ -8,10 +8,11 @@ the reader for a bounded time. However it ends, the request goes on: what has no
 from __future__ import annotations
 
 from cluster.core.attempts import Attempt, Leg, LegState
+from cluster.core.commands import Prefill, Reserve
 from cluster.core.handlers.ending import retire_if_over, stop_leg
 from cluster.core.ids import Role
 from cluster.core.leases import Lease, Side
-from cluster.core.messages import Prefill, Reserve, ReserveGranted
+from cluster.core.messages import ReserveGranted
 from cluster.core.parts import Parts
 from cluster.core.requests import Request
 from cluster.core.workers import Worker
@@ -59,6 +60,10 @@ def on_granted(parts: Parts, now_ns: int, attempt: Attempt, message: ReserveGran
     source, sink = attempt.prefill, attempt.decode
     assert source is not None
     if source.state is not LegState.PLANNED or sink.state is not LegState.ACTIVE:
+        return
+    holder = parts.workers.get(source.worker)
+    if holder is None or holder.is_leaving:
+        abandon(parts, now_ns, attempt, f"{source.worker} is leaving")
         return
     if parts.requests.get(attempt.attempt_id.request_id) is None:
         abandon(parts, now_ns, attempt, "the request is over")

@@ -7,6 +7,7 @@ attempt that its request no longer counts on can only release what it held.
 from __future__ import annotations
 
 from cluster.core.attempts import Attempt, Leg, LegState
+from cluster.core.commands import Prefill
 from cluster.core.handlers import fetching
 from cluster.core.handlers.ending import (
     end_request,
@@ -30,7 +31,6 @@ from cluster.core.messages import (
     LegReleased,
     LegSurvived,
     Placed,
-    Prefill,
     PrefillDone,
     ReserveGranted,
     ReserveRefused,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.core.attempts import Attempt, Leg, LegState
+from cluster.core.commands import Reserve, RunLocal
 from cluster.core.disaggregation import ALWAYS_PUSHED
 from cluster.core.handlers.accounting import demand_for
 from cluster.core.handlers.ending import watch_deadline, withdraw_attempt
@@ -13,7 +14,7 @@ from cluster.core.handlers.suspecting import keep_apart, on_placed
 from cluster.core.ids import Outcome, Role, Route, WorkerId
 from cluster.core.leases import Lease, Side
 from cluster.core.limits import EXCLUDE_AFTER_REFUSAL_NS, NS_PER_MS
-from cluster.core.messages import Placed, Reserve, RunLocal
+from cluster.core.messages import Placed
 from cluster.core.parts import Parts
 from cluster.core.requests import Phase, Request
 from cluster.core.timers import TimerKey, TimerKind

@@ -8,6 +8,7 @@ the end of the rebuild window the others are tried again from what their clients
 from __future__ import annotations
 
 from cluster.core.attempts import Attempt, Leg, LegState
+from cluster.core.commands import CancelLeg, PeerLost
 from cluster.core.handlers.accounting import demand_for, expected_output, take_account_over
 from cluster.core.handlers.ending import (
     close_attempt,
@@ -26,13 +27,11 @@ from cluster.core.limits import (
     UNKNOWN_ATTEMPT,
 )
 from cluster.core.messages import (
-    CancelLeg,
     Committed,
     EndRequest,
     Finished,
     LegFailed,
     LegReleased,
-    PeerLost,
     PrefillDone,
     Refused,
     WorkerMessage,

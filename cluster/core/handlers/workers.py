@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cluster.core.attempts import LegState
+from cluster.core.commands import CancelLeg, PeerLost, SendBlockSnapshot, WorkerRefused, WorkerWelcome
 from cluster.core.handlers import draining, rebuilding
 from cluster.core.handlers.ending import attempt_timer, fail_attempt, is_needed, retire_if_over, withdraw_attempt
 from cluster.core.handlers.fetching import abandon
@@ -19,17 +20,7 @@ from cluster.core.limits import (
     RELEASE_TIMEOUT_NS,
     UNKNOWN_ATTEMPT,
 )
-from cluster.core.messages import (
-    BlockEvents,
-    CancelLeg,
-    Heartbeat,
-    PeerFenced,
-    PeerLost,
-    SendBlockSnapshot,
-    WorkerHello,
-    WorkerRefused,
-    WorkerWelcome,
-)
+from cluster.core.messages import BlockEvents, Heartbeat, PeerFenced, WorkerHello
 from cluster.core.parts import Parts
 from cluster.core.reports import LinkReport
 from cluster.core.requests import Failure, Phase
