@@ -110,8 +110,8 @@ class WorkerNode:
         self.handle(events.CommandReceived(command=envelope.message, body=envelope.body))
 
     def _judge(self, command: CommandBody, body: RequestBody | None) -> None:
-        """Nothing new comes to a worker that is being drained; who wrote an answer may have to push what it has of it to
-        its successor."""
+        """Nothing new comes to a worker that is being drained. If it has written an answer, it may have to push what it
+        has of it to its successor."""
         is_new = isinstance(command, Reserve | RunLocal)
         if isinstance(command, Prefill):
             is_new = body is None or not body.delivered_ids
