@@ -1,59 +1,44 @@
 """What happens to each attempt's leg: reserved, computed, pushed, taken over, finished, failed, cancelled, released.
 
-The one place where legs, scheduler, pushes and token records change together. A leg goes only when nothing is held
-of it: neither by the scheduler (or its running step) nor by a push, here or, as far as a write of ours may still
-land, at the receiver.
+The one place where legs, scheduler, pushes and token records change together; what of it is about pushes is in
+HandOvers (of attempts) and PrefixFetches (of what is cached). A leg goes only when nothing is held of it: neither by
+the scheduler (or its running step) nor by a push, here or, as far as a write of ours may still land, at the receiver.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cluster.agent.disk_waits import DiskWaits
-from cluster.agent.last_chunks import LastChunks
+from cluster.agent.hand_overs import HandOverError, HandOvers
 from cluster.agent.leg_output import LegOutput
 from cluster.agent.legs import Leg, LegKind, LegTable, Phase, push_key_of
 from cluster.agent.limits import WorkerStateConfig
 from cluster.agent.outbox import Outbox
 from cluster.agent.peer_links import PeerLinks
 from cluster.agent.prefix_fetches import PrefixFetches
-from cluster.agent.prefix_pins import pin_prefix
-from cluster.agent.pushes import Pushes, PushRefusedError
+from cluster.agent.pushes import Pushes
 from cluster.agent.step_limits import StepLimits
 from cluster.agent.stepper import Stepper
-from cluster.agent.translation import (
-    block_grants,
-    first_token,
-    matchable_hashes,
-    mismatch_of,
-    pack_grants,
-    peer_of,
-    sequence_spec,
-)
+from cluster.agent.translation import matchable_hashes, peer_of, sequence_spec
 from cluster.agent.trials import Trials
 from cluster.core.commands import Prefill, Reserve, RunLocal
 from cluster.core.ids import AttemptId, Blame, Outcome, WorkerId
-from cluster.core.limits import NS_PER_MS
 from cluster.core.messages import (
-    Committed,
     Finished,
     LegFailed,
     LegReleased,
     LegSurvived,
     PeerFenced,
-    PrefillDone,
-    ReserveGranted,
     ReserveRefused,
     WorkerMessage,
 )
 from engine.core.block_pool import BlockPool
-from engine.core.errors import OutOfBlocksError, SchedulerFullError, StaleGenerationError
+from engine.core.errors import SchedulerFullError
 from engine.core.outcome import EmittedToken, PrefillProgress, StepOutcome
 from engine.core.request import RequestBody
-from engine.core.sequence import SequenceMode, num_blocks_for
+from engine.core.sequence import SequenceMode
 from engine.core.step import SequenceKey, StepPlan
 from kv_transfer.protocol.lease import Recent
-from kv_transfer.protocol.messages import Grant, PushArrived
+from kv_transfer.protocol.messages import PushArrived
 from kv_transfer.transport.base import PeerId
 
 RAN_ALREADY = "an attempt of that number has run here"
@@ -78,16 +63,22 @@ class LegControl:
         self._config = config
         self._block_size = config.scheduler.block_size
         self._fingerprint = config.model_fingerprint
-        self._peer = peer_of(config.hello.ref.worker)
         self._pool = pool
         self._stepper = stepper
         self._pushes = pushes
         self._outbox = outbox
         self._output = LegOutput(outbox)
         self._legs = legs
-        self._links = links
         self._disk_waits = disk_waits
-        self._last_chunks = LastChunks(pushes, num_layers=config.num_layers, block_size=self._block_size)
+        self._hand_overs = HandOvers(
+            config,
+            pool=pool,
+            pushes=pushes,
+            legs=legs,
+            scheduler=stepper.scheduler,
+            output=self._output,
+            links=links,
+        )
         self.fetches = PrefixFetches(config, pool=pool, pushes=pushes, legs=legs, scheduler=stepper.scheduler)
         self._unstarted: dict[SequenceKey, Leg] = {}
         self._step_limits = StepLimits()
@@ -102,55 +93,27 @@ class LegControl:
     # ---- commands --------------------------------------------------------------------------------------------
 
     def reserve(self, now_ns: int, command: Reserve, body: RequestBody) -> None:
-        """Decode: pins what is cached of the prompt and reserves blocks for the rest, or refuses and holds nothing."""
+        """Decode: holds what is needed of the pool until the KV has come, or refuses and holds nothing."""
         if self._legs.get(command.attempt) is not None:
             return
         if command.num_prefix_blocks:
             self._reserve_prefix(now_ns, command, body)
             return
-        refusal = self._reserve_refusal(command, body)
+        refusal = self._refusal(command.attempt)
         if refusal is not None:
-            self._refuse(command.attempt, refusal)
+            _, reason = refusal
+            self._messages.append(ReserveRefused(attempt=command.attempt, reason=reason))
             return
-        # Each sibling has a block for what it does not share.
-        num_blocks = num_blocks_for(command.num_tokens, self._block_size) + len(body.siblings)
-        hashes = matchable_hashes(body, self._block_size, self._fingerprint)
-        pinned = pin_prefix(self._pool, hashes, num_blocks)
-        cached = pinned.block_ids
-        grant = Grant(
-            key=push_key_of(command.attempt),
-            lease_id=command.lease_id,
-            receiver=self._peer,
-            sender=peer_of(command.source.worker),
-            blocks=(),
-            ttl_ns=command.ttl_ms * NS_PER_MS,
-        )
-        try:
-            blocks = self._pushes.reserve(now_ns, grant, num_cached=len(cached), num_blocks=num_blocks - len(cached))
-        except (OutOfBlocksError, PushRefusedError) as error:
-            self._pool.release(cached)
-            if self._pushes.is_fenced(grant.sender):
-                # Who places a request there has not heard of the fence: a coordinator that has restarted since.
-                self._messages.append(PeerFenced(peer=command.source.worker))
-            self._refuse(command.attempt, str(error))
-            return
-        leg = self._add_leg(now_ns, command.attempt, LegKind.DECODE, Phase.RESERVED, body)
-        leg.peer = grant.sender
-        leg.pinned_blocks = cached
-        if command.is_trial:
-            self._trials.begin(leg.attempt)
-        leg.num_cached_tokens = len(cached) * self._block_size
-        num_loaded_tokens = pinned.num_loaded * self._block_size
-        self._pool.count_lookup(body.num_input_tokens, leg.num_cached_tokens, num_loaded_tokens)
-        self._messages.append(
-            ReserveGranted(
-                attempt=command.attempt,
-                lease_id=command.lease_id,
-                num_cached_blocks=len(cached),
-                blocks=pack_grants(blocks),
-                ttl_ms=command.ttl_ms,
-            )
-        )
+        self._messages += self._hand_overs.reserve(now_ns, command, body)
+        if command.is_trial and self._legs.get(command.attempt) is not None:
+            self._trials.begin(command.attempt)
+
+    def _reserve_prefix(self, now_ns: int, command: Reserve, body: RequestBody) -> None:
+        if self._legs.is_forbidden(command.attempt) or len(self._legs) >= self._config.limits.max_legs:
+            reason = "cancelled before it came, or too many attempts are here"
+            self._messages.append(ReserveRefused(attempt=command.attempt, reason=reason))
+        else:
+            self._messages.append(self.fetches.reserve(now_ns, command, body))
 
     def prefill(self, now_ns: int, command: Prefill, body: RequestBody) -> None:
         """Prefill: starts the push (and with it the renewal of its lease) and queues the prompt."""
@@ -162,30 +125,12 @@ class LegControl:
                 self.refuse(command.attempt, Outcome.TRANSFER_FAILED, refusal)
             return
         leg = self._add_leg(now_ns, command.attempt, LegKind.PREFILL, Phase.RUNNING, body)
-        leg.peer = peer_of(command.destination.worker)
-        leg.num_blocks_ready = command.num_cached_blocks
-        num_blocks = num_blocks_for(body.num_input_tokens, self._block_size)
         try:
-            grant = Grant(
-                key=leg.push_key,
-                lease_id=command.lease_id,
-                receiver=leg.peer,
-                sender=self._peer,
-                blocks=block_grants(command.blocks),
-                ttl_ns=command.ttl_ms * NS_PER_MS,
-            )
-            self._pushes.open_source(now_ns, grant, num_blocks, command.destination.endpoints)
-        except ValueError as error:
-            self.fail(now_ns, leg, Outcome.INTERNAL, f"impossible grant: {error}", retryable=True)
+            self._hand_overs.open(now_ns, leg, command)
+        except HandOverError as error:
+            self.fail(now_ns, leg, Outcome.INTERNAL, str(error), retryable=True)
             return
-        self._last_chunks.add(leg)
         self._start(now_ns, leg, SequenceMode.PREFILL_ONLY)
-
-    def _reserve_prefix(self, now_ns: int, command: Reserve, body: RequestBody) -> None:
-        if self._legs.is_forbidden(command.attempt) or len(self._legs) >= self._config.limits.max_legs:
-            self._refuse(command.attempt, "cancelled before it came, or too many attempts are here")
-        else:
-            self._messages.append(self.fetches.reserve(now_ns, command, body))
 
     def run_local(self, now_ns: int, command: RunLocal, body: RequestBody) -> None:
         """Prompt and answer are computed here, without a push."""
@@ -252,11 +197,11 @@ class LegControl:
                 leg = self._unstarted.pop(sequence.key, None)
                 if leg is not None:
                     leg.started_ns = now_ns
-        return self._last_chunks.step_started(plan)
+        return self._hand_overs.step_started(plan)
 
     def layers_written(self, now_ns: int, num_layers: int) -> None:
         """By the running step."""
-        self._last_chunks.layers_written(now_ns, num_layers)
+        self._hand_overs.layers_written(now_ns, num_layers)
 
     def step_done(self, now_ns: int, outcome: StepOutcome) -> None:
         for key in outcome.preempted:
@@ -278,7 +223,7 @@ class LegControl:
             elif not leg.running:
                 self._finish(now_ns, leg)
         for tokens in first_tokens.values():
-            self._on_first_tokens(now_ns, self._leg_of(tokens[0].key), tokens)
+            self._messages.append(self._hand_overs.finish(now_ns, self._leg_of(tokens[0].key), tokens))
         for failed in outcome.failed:
             self._fail_in_engine(now_ns, self._leg_of(failed.key), failed.reason, Blame.OWN)
         survived = self._trials.step_done(emitted.key for emitted in outcome.emitted)
@@ -363,34 +308,20 @@ class LegControl:
     def _may_start(self, attempt: AttemptId) -> bool:
         if self._legs.get(attempt) is not None:
             return False
+        refusal = self._refusal(attempt)
+        if refusal is not None:
+            self.refuse(attempt, *refusal)
+        return refusal is None
+
+    def _refusal(self, attempt: AttemptId) -> tuple[Outcome, str] | None:
+        """Why an attempt that is new here may not start; None if it may."""
         if self._legs.is_forbidden(attempt):
-            outcome, reason = Outcome.CANCELLED, "cancelled before it came"
-        elif self._outbox.has(attempt):
-            outcome, reason = Outcome.INTERNAL, RAN_ALREADY
-        elif len(self._legs) >= self._config.limits.max_legs:
-            outcome, reason = Outcome.REJECTED_OVERLOAD, f"{len(self._legs)} attempts are here, which is the limit"
-        else:
-            return True
-        self.refuse(attempt, outcome, reason)
-        return False
-
-    def _reserve_refusal(self, command: Reserve, body: RequestBody) -> str | None:
-        num_tokens = body.num_input_tokens + 1
-        max_tokens = self._config.scheduler.max_model_tokens
-        if self._legs.is_forbidden(command.attempt):
-            return "cancelled before it came"
-        if self._outbox.has(command.attempt):
-            return RAN_ALREADY
+            return Outcome.CANCELLED, "cancelled before it came"
+        if self._outbox.has(attempt):
+            return Outcome.INTERNAL, RAN_ALREADY
         if len(self._legs) >= self._config.limits.max_legs:
-            return f"{len(self._legs)} attempts are here, which is the limit"
-        if not body.prompt_ids or command.num_tokens != num_tokens:
-            return f"asked for {command.num_tokens} tokens, the body has {num_tokens} with the next one"
-        if num_tokens > max_tokens:
-            return f"{num_tokens} tokens, the model takes {max_tokens}"
+            return Outcome.REJECTED_OVERLOAD, f"{len(self._legs)} attempts are here, which is the limit"
         return None
-
-    def _refuse(self, attempt: AttemptId, reason: str) -> None:
-        self._messages.append(ReserveRefused(attempt=attempt, reason=reason))
 
     def _holds_sequences(self, leg: Leg) -> bool:
         return any(self._stepper.holds(key) for key in leg.sequence_keys)
@@ -405,35 +336,8 @@ class LegControl:
             return
         if leg.num_preemptions == 0:
             leg.num_cached_tokens = progress.num_cached_tokens
-        if leg.kind is not LegKind.PREFILL:
-            return
-        is_whole = progress.num_computed_tokens == progress.num_total_tokens
-        num_ready = progress.num_computed_tokens // self._block_size
-        if is_whole:
-            num_ready = num_blocks_for(progress.num_total_tokens, self._block_size)
-        if num_ready > leg.num_blocks_ready:
-            indices = range(leg.num_blocks_ready, num_ready)
-            leg.num_blocks_ready = num_ready
-            if not self._last_chunks.complete(now_ns, leg):
-                blocks = [(index, progress.block_table[index]) for index in indices]
-                self._pushes.blocks_ready(now_ns, leg.push_key, blocks)
-
-    def _on_first_tokens(self, now_ns: int, leg: Leg, tokens: list[EmittedToken]) -> None:
-        """Prefill is done. Its blocks stay in use by the push alone."""
-        self._last_chunks.remove(leg)
-        self._pool.release(self._stepper.scheduler.take_blocks(leg.lead_key))
-        leg.kv_transport = self._links.transport_of(leg.peer)
-        self._output.hand_over(now_ns, leg)
-        outcome = None if leg.running else leg.outcome
-        self._messages.append(PrefillDone(attempt=leg.attempt, outcome=outcome, timeline=leg.timeline(now_ns)))
-        if outcome is None:
-            self._legs.leave(leg, Phase.PUSHING)
-            firsts = [first_token(token) for token in tokens]
-            self._pushes.finish(now_ns, leg.push_key, leg.body.num_input_tokens, firsts)
-        else:
-            # The push stays as it is until the coordinator has had decode stop it: an abort that overtook PrefillDone
-            # would look like a failed attempt.
-            self._legs.leave(leg, Phase.CLOSING)
+        if leg.kind is LegKind.PREFILL:
+            self._hand_overs.progress(now_ns, leg, progress)
 
     def _on_arrived(self, now_ns: int, arrived: PushArrived) -> None:
         """Decode: takes the KV over, or fails closed."""
@@ -442,37 +346,14 @@ class LegControl:
         if leg.kind is LegKind.PREFIX_SINK:
             self._messages += self.fetches.arrived(now_ns, leg, arrived)
             return
-        mismatch = mismatch_of(leg, arrived, self._block_size)
-        if mismatch is not None:
-            self._pushes.commit_failed(now_ns, arrived.key, mismatch)
-            return
-        leg.push_ns = self._pushes.measured_ns(now_ns, arrived)
         try:
-            committed = self._pushes.commit(arrived)
-        except StaleGenerationError as error:
-            self._pushes.commit_failed(now_ns, arrived.key, str(error))
-            return
-        self._pushes.committed(now_ns, arrived.key)
-        block_table, leg.pinned_blocks = leg.pinned_blocks + committed, []
-        leg.phase = Phase.RUNNING
-        spec = sequence_spec(leg, SequenceMode.DECODE, self._fingerprint)
-        first_token_ids = [token.token_id for token in arrived.first_tokens]
-        num_lead_blocks = len(block_table) - len(spec.siblings)
-        try:
-            first_tokens = self._stepper.scheduler.add_with_kv(
-                spec, block_table[:num_lead_blocks], first_token_ids, block_table[num_lead_blocks:]
-            )
-        except ValueError as error:
-            self._pool.release(block_table)
+            committed = self._hand_overs.take_over(now_ns, leg, arrived)
+        except HandOverError as error:
             self.fail(now_ns, leg, Outcome.INTERNAL, str(error), retryable=False)
             return
-        leg.joined_ns = now_ns
-        leg.kv_transport = self._links.transport_of(leg.peer)
-        leg.kv_bytes = arrived.stats.size_bytes
-        leg.kv_early_bytes = arrived.stats.early_bytes
-        self._messages.append(Committed(attempt=leg.attempt, timeline=leg.timeline(now_ns)))
-        for emitted, first in zip(first_tokens, arrived.first_tokens, strict=True):
-            self._output.emitted(now_ns, leg, replace(emitted, logprob=first.logprob, top=first.top))
+        if committed is None:
+            return
+        self._messages.append(committed)
         for choice in leg.unwanted:
             if choice in leg.running:
                 self._stop_sequence(now_ns, leg, choice)
@@ -503,7 +384,7 @@ class LegControl:
             return
         self._unstarted.pop(leg.lead_key, None)
         self._step_limits.remove(leg.lead_key)
-        self._last_chunks.remove(leg)
+        self._hand_overs.abandon(leg)
         pinned, leg.pinned_blocks = leg.pinned_blocks, []
         self._legs.leave(leg, Phase.CLOSING)
         self._output.drop(leg)
@@ -514,7 +395,7 @@ class LegControl:
             self._pushes.cancel(now_ns, leg.push_key, reason)
 
     def check_invariants(self) -> None:
-        self._last_chunks.check_invariants()
+        self._hand_overs.check_invariants()
         for key in self._step_limits.limited():
             limited = self._legs.of_sequence(key)
             assert limited is not None and limited.phase is Phase.RUNNING and limited.first_token_ns is None

@@ -26,7 +26,6 @@ from cluster.sim.process import Alarm, Process
 from cluster.sim.push_bridge import PushBridge
 from cluster.sim.scenario import Poison, PoisonKind
 from engine.core.disk_tier import DiskResult, DiskWork
-from engine.core.request import RequestBody
 from engine.core.step import StepPlan
 from kv_transfer.protocol.ranks import bad_blocks
 
@@ -79,6 +78,7 @@ class WorkerNode:
         )
         self._files: dict[bytes, bytes] = {}
         self._disk_free_ns = 0
+        self._answers: set[str] = set()
         self._network = network
         self._cost = cost
         self._num_variants = num_variants
@@ -106,17 +106,20 @@ class WorkerNode:
 
     def _commanded(self, envelope: Envelope) -> None:
         assert isinstance(envelope.message, Command)
-        self._judge(envelope.message.body, envelope.body)
+        self._judge(envelope.message.body)
         self.handle(events.CommandReceived(command=envelope.message, body=envelope.body))
 
-    def _judge(self, command: CommandBody, body: RequestBody | None) -> None:
-        """Nothing new comes to a worker that is being drained. If it has written an answer, it may have to push what it
-        has of it to its successor."""
-        is_new = isinstance(command, Reserve | RunLocal)
-        if isinstance(command, Prefill):
-            is_new = body is None or not body.delivered_ids
-        if self.state.is_draining and is_new:
+    def _judge(self, command: CommandBody) -> None:
+        """Nothing new comes to a worker that is being drained. Of an answer that it had it may have to push what it has
+        to its successor."""
+        if not isinstance(command, Reserve | RunLocal | Prefill):
+            return
+        request_id = command.attempt.request_id
+        is_push = isinstance(command, Prefill) and request_id in self._answers
+        if self.state.is_draining and not is_push:
             raise Violation(f"{self.worker} is being drained and was told {brief(command)}")
+        if not isinstance(command, Prefill):
+            self._answers.add(request_id)
 
     def _coordinator_failed(self, _reason: str) -> None:
         self._coordinator = None
