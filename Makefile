@@ -22,7 +22,7 @@ COMPUTE_ONLY := tests/integration/test_bfloat16_paths.py tests/integration/test_
 
 FREEZE := build/lock/bin/python -m pip freeze --all --exclude baton-cluster --exclude pip | sed 's/+cpu$$//'
 
-.PHONY: kernels demo test test-wires test-fast lint bench soak soak-engine soak-push soak-exact soak-properties soak-tiers stubs lock clean help
+.PHONY: kernels demo test test-wires test-fast lint bench soak soak-engine soak-push soak-exact soak-properties soak-tiers soak-chaos stubs lock clean help
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -68,7 +68,7 @@ lint: $(INSTALLED)  ## Style, types, import rules.
 bench: kernels  ## Run every benchmark; JSON and plots land in benchmarks/results.
 	@$(BIN)/python -m benchmarks.run_all
 
-soak: soak-engine soak-push soak-exact soak-properties soak-tiers  ## Many more histories than the tests run: of simulated clusters, the engine, and pushes.
+soak: soak-engine soak-push soak-exact soak-properties soak-tiers soak-chaos  ## Many more histories than the tests run: of simulated clusters, the engine, and pushes.
 	@BATON_SIM_HISTORIES=20000 $(BIN)/python -m pytest tests/sim --timeout 7200
 	@BATON_RAY_DRAINS=1 $(BIN)/python -m pytest tests/e2e/test_ray_cluster.py -k drained
 
@@ -77,6 +77,9 @@ soak-properties: kernels  ## The tests of properties on examples that are drawn 
 
 soak-tiers: kernels  ## What real workers find in the tiers below their pools, also after a restart.
 	@BATON_TIERS_OF_PROCESSES=1 $(BIN)/python -m pytest tests/integration/test_metrics.py
+
+soak-chaos: kernels  ## Ten minutes of workers and coordinators that are killed and stopped under load.
+	@BATON_CHAOS_S=600 $(BIN)/python -m pytest tests/e2e/test_chaos.py -s
 
 soak-exact: kernels  ## All reference prompts one after the other through a cluster, to their answers' ends.
 	@BATON_FULL_ALONE_EVERY=1 $(BIN)/python -m pytest tests/e2e/test_exact.py

@@ -80,6 +80,7 @@ class Client:
         prompt_ids: Sequence[int],
         *,
         trace: Trace | None = None,
+        request_id: str = "",
         cache_salt: str = "",
         tenant: str = "",
         stop: Sequence[str] = (),
@@ -87,6 +88,7 @@ class Client:
     ) -> Trace:
         """Runs one request to its end. `trace` may be given to be watched while it grows."""
         request = inference_pb2.GenerateRequest(
+            request_id=request_id,
             token_ids=inference_pb2.TokenIds(ids=prompt_ids),
             sampling=inference_pb2.SamplingParams(**sampling),
             cache_salt=cache_salt,

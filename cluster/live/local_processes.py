@@ -76,10 +76,12 @@ class LocalProcess:
             return self.popen.returncode
 
     def pause(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        """Does nothing to one that has ended."""
+        self.popen.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
+        """Does nothing to one that has ended, as one does that was given up in its pause."""
+        self.popen.send_signal(signal.SIGCONT)
 
     def log(self) -> str:
         """What it has written to stderr."""
@@ -138,6 +140,8 @@ class ClusterHandle:
         plan = self.plan
         arguments = ["cluster.live.coordinator", "-f", str(self.folder / "cluster.yaml")]
         arguments += [f"--host={plan.host}", f"--port={plan.coordinator_port}"]
+        if plan.journal_dir is not None:
+            arguments.append(f"--journal={plan.journal_dir}")
         self.coordinator = self._spawn(COORDINATOR_NAME, arguments)
         return self.coordinator
 

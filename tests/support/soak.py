@@ -20,6 +20,8 @@ FULL_ALONE_EVERY = int(os.environ.get("BATON_FULL_ALONE_EVERY", "8"))
 """Every so-manyth reference prompt that is answered alone in a cluster is answered to its end."""
 TIERS_OF_PROCESSES = bool(os.environ.get("BATON_TIERS_OF_PROCESSES"))
 """Whether the prefix cache's lower tiers are looked at in real workers too, one of which is started again."""
+CHAOS_S = float(os.environ.get("BATON_CHAOS_S", "30"))
+"""For so long processes of a cluster under load are killed and stopped, at the least."""
 
 MAX_BATCH = 250
 """Histories that one test plays: Hypothesis remembers all that it has drawn in a test, half a megabyte for each."""

@@ -1,0 +1,191 @@
+"""What happens to the processes of a cluster in a chaos run: who is killed and stopped, and what is seen of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from cluster.agent.exit_status import EXIT_AGAIN
+from cluster.live.local_processes import ClusterHandle, LocalProcess
+from tests.e2e.conftest import status
+
+HEARTBEAT_TIMEOUT_S = 3.0
+LONG_PAUSE_S = HEARTBEAT_TIMEOUT_S + 1.0
+"""A worker is given up in it, and must do no harm when it wakes. A coordinator gives nobody up whom it did not hear."""
+SHORT_PAUSE_S = 1.0
+"""Everybody lives on after it."""
+VERY_LONG_PAUSE_S = 12.0
+"""Of a coordinator: longer than fronts may take to answer a failed attempt."""
+CALM_S = (1.0, 3.0)
+"""Between two faults."""
+KEEP_POLL_S = 0.1
+LOG_CHARACTERS = 2000
+TAKE_OVER_TIMEOUT_S = 60.0
+"""A new life serves within this, on a machine that is busy with the load and with workers that start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """From its first moment to when all that it stopped runs again, in monotonic seconds."""
+
+    kind: str
+    target: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(slots=True)
+class Chaos:
+    """Kills and stops workers and the coordinator. Whoever is dead is started again at once, as Ray would.
+
+    Attributes:
+        faults: in their order. outages: of them, each time without a coordinator, until its next life had a front.
+        epochs: of the coordinator's lives. lives: processes that have ended, with their logs to be looked through.
+        num_restarts: of workers, by name.
+    """
+
+    cluster: ClusterHandle
+    source: random.Random
+    faults: list[Fault] = field(default_factory=list)
+    outages: list[tuple[float, float]] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    lives: list[LocalProcess] = field(default_factory=list)
+    num_restarts: Counter[str] = field(default_factory=Counter)
+
+    async def storm(self, end_s: float) -> None:
+        """Until then, and until every kind of fault has been there: a fault, some seconds of calm, the next one."""
+        self.epochs.append(await asyncio.to_thread(self._epoch))
+        deck = self._deck(is_first=True)
+        while deck or time.monotonic() < end_s:
+            await asyncio.sleep(self.source.uniform(*CALM_S))
+            deck = deck or self._deck(is_first=False)
+            begin_s, fault = time.monotonic(), deck.pop()
+            target = await fault()
+            kind = fault.__name__.replace("_", " ")
+            self.faults.append(Fault(kind=kind, target=target, begin_s=begin_s, end_s=time.monotonic()))
+
+    async def keep(self) -> None:
+        """Until cancelled: starts workers again that have ended, whoever ended them."""
+        while True:
+            for name, worker in tuple(self.cluster.workers.items()):
+                if not worker.is_alive and worker.popen.returncode != EXIT_AGAIN:
+                    self.lives.append(worker)
+                    self.num_restarts[name] += 1
+                    self.cluster.start_worker(name)
+            for front in self.cluster.fronts.values():
+                assert front.is_alive, f"{front.name} has ended by itself: {front.log()[-LOG_CHARACTERS:]}"
+            await asyncio.sleep(KEEP_POLL_S)
+
+    # ---- the faults: each returns whom it hit, once all that it stopped runs again ----
+
+    def _deck(self, *, is_first: bool) -> list[Callable[[], Coroutine[Any, Any, str]]]:
+        deck = [
+            *(2 * [self.kill_worker]),
+            self.stop_worker_until_given_up,
+            self.stop_worker_briefly,
+            self.kill_coordinator,
+            self.stop_coordinator_briefly,
+            self.stop_coordinator,
+            self.kill_coordinator_while_a_worker_is_stopped,
+        ]
+        if not is_first:
+            deck += [self.kill_two_workers, self.kill_coordinator_and_a_worker, self.stop_coordinator_for_long]
+        self.source.shuffle(deck)
+        return deck
+
+    async def kill_worker(self) -> str:
+        worker = await self._some_worker()
+        await asyncio.to_thread(worker.kill)
+        return worker.name
+
+    async def kill_two_workers(self) -> str:
+        return f"{await self.kill_worker()} and {await self.kill_worker()}"
+
+    async def stop_worker_until_given_up(self) -> str:
+        return await self._stop(await self._some_worker(), LONG_PAUSE_S)
+
+    async def stop_worker_briefly(self) -> str:
+        return await self._stop(await self._some_worker(), SHORT_PAUSE_S)
+
+    async def stop_coordinator_briefly(self) -> str:
+        return await self._stop(self._coordinator(), SHORT_PAUSE_S)
+
+    async def stop_coordinator(self) -> str:
+        return await self._stop(self._coordinator(), LONG_PAUSE_S)
+
+    async def stop_coordinator_for_long(self) -> str:
+        return await self._stop(self._coordinator(), VERY_LONG_PAUSE_S)
+
+    async def kill_coordinator(self) -> str:
+        async with asyncio.timeout(TAKE_OVER_TIMEOUT_S):
+            await self._next_coordinator()
+        return f"epoch {self.epochs[-2]}"
+
+    async def kill_coordinator_while_a_worker_is_stopped(self) -> str:
+        """The next life hears of the worker late, or not at all."""
+        worker = await self._some_worker()
+        worker.pause()
+        try:
+            ended = await self.kill_coordinator()
+        finally:
+            worker.resume()
+        return f"{ended}, {worker.name}"
+
+    async def kill_coordinator_and_a_worker(self) -> str:
+        """What the worker had is announced by fronts, and by its peers, and never by itself."""
+        worker = await self._some_worker()
+        await asyncio.to_thread(worker.kill)
+        return f"{await self.kill_coordinator()}, {worker.name}"
+
+    # ---- inside ----
+
+    def _coordinator(self) -> LocalProcess:
+        coordinator = self.cluster.coordinator
+        assert coordinator is not None and coordinator.is_alive, "the coordinator has ended by itself"
+        return coordinator
+
+    async def _some_worker(self) -> LocalProcess:
+        """One that serves; waits until there is one."""
+        while True:
+            serving = [worker for worker in self.cluster.workers.values() if worker.is_alive and worker.poll_ready()]
+            if serving:
+                return self.source.choice(sorted(serving, key=lambda worker: worker.name))
+            await asyncio.sleep(KEEP_POLL_S)
+
+    async def _stop(self, process: LocalProcess, pause_s: float) -> str:
+        process.pause()
+        try:
+            await asyncio.sleep(pause_s)
+        finally:
+            process.resume()
+        return process.name
+
+    async def _next_coordinator(self) -> None:
+        """Kills the coordinator; returns once its next life, of a higher epoch, answers at the same address."""
+        begin_s, former = time.monotonic(), self._coordinator()
+        await asyncio.to_thread(former.kill)
+        self.lives.append(former)
+        coordinator = self.cluster.start_coordinator()
+        while not coordinator.poll_ready():
+            await asyncio.sleep(0.02)
+        assert coordinator.address == self.cluster.coordinator_address, "it serves elsewhere"
+        while (epoch := await asyncio.to_thread(self._epoch)) <= self.epochs[-1]:
+            assert not epoch, f"epoch {epoch} after {self.epochs[-1]}"
+            await asyncio.sleep(0.05)
+        self.epochs.append(epoch)
+        self.outages.append((begin_s, time.monotonic()))
+
+    def _epoch(self) -> int:
+        """Of the coordinator that has the front; 0 while there is none."""
+        try:
+            answer = status(self.cluster.address)
+        except grpc.RpcError:
+            return 0
+        return answer.epoch if answer.num_fronts else 0
