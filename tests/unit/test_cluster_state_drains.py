@@ -10,7 +10,7 @@ import pytest
 from cluster.core.commands import CancelLeg, Prefill, Reserve
 from cluster.core.drain_orders import AfterDrain, DrainOrder, Leave, StartDrain, WorkerLeft
 from cluster.core.effects import GiveUpWorker, RetireWorker
-from cluster.core.events import DrainAsked
+from cluster.core.events import DrainAsked, Tick
 from cluster.core.ids import AttemptId, Outcome, Role, WorkerId
 from cluster.core.limits import LEAVE_TIMEOUT_NS, NEXT_LIFE_NS, NS_PER_MS
 from cluster.core.messages import (
@@ -345,6 +345,15 @@ def test_a_worker_that_does_not_leave_is_ended(bench: Bench) -> None:
         if retired(bench):
             break
     assert retired(bench) == [(D0, AfterDrain.STOP)]
+
+
+def test_a_worker_that_left_while_the_coordinator_was_away_has_done_so(bench: Bench) -> None:
+    drain(bench, D0)
+    bench.now_ns += 6 * LEAVE_TIMEOUT_NS
+    bench.handle(Tick())
+    assert not retired(bench)
+    leave(bench, D0)
+    assert retired(bench) == [(D0, AfterDrain.STOP)] and bench.state.status(bench.now_ns).drains == ()
 
 
 def test_a_new_coordinator_goes_on_with_a_drain_that_the_worker_tells_of() -> None:

@@ -170,6 +170,13 @@ def on_lost(parts: Parts, now_ns: int, worker: WorkerId) -> DrainOrder | None:
     return None if order.then is AfterDrain.RESTART else order
 
 
+def is_word_awaited(parts: Parts, name: str) -> bool:
+    """Whether the drain's next time is one by which its worker, or that one's next life, is to say something."""
+    drain = parts.drains.named(name)
+    assert drain is not None, "the end of a drain clears its timer"
+    return drain.life is None or drain.is_told_to_leave
+
+
 def on_due(parts: Parts, now_ns: int, name: str) -> WorkerId | None:
     """A time of the drain has come. Returns the life that was told to leave and is still there, if that is it."""
     drain = parts.drains.named(name)

@@ -15,17 +15,45 @@ from cluster.core.handlers.placing import exclude_and_withdraw
 from cluster.core.handlers.rebuilding import on_window_due
 from cluster.core.handlers.workers import lose_worker, on_silence, on_unreleased
 from cluster.core.ids import AttemptId, Outcome, RefusalCause, WorkerId
-from cluster.core.limits import NS_PER_MS
+from cluster.core.limits import MAX_LATE_TICK_NS, NS_PER_MS
 from cluster.core.parts import Parts
 from cluster.core.requests import Failure, Phase, Request
 from cluster.core.timers import TimerKey, TimerKind
 from cluster.policy.admission import limit_text
 
+_AWAITING_WORD = (Phase.RESERVING, Phase.WAITING_FRONT, Phase.FINISHED)
+"""Phases whose own deadline is a worker's, or the front's, for its answer."""
+
 
 def on_tick(parts: Parts, now_ns: int) -> None:
     """Handles every deadline that has come, in the order of the deadlines."""
-    while (key := parts.timers.pop_due(now_ns)) is not None:
-        _on_due(parts, now_ns, key)
+    while (due_ns := parts.timers.next_deadline_ns()) is not None and due_ns <= now_ns:
+        key = parts.timers.pop_due(now_ns)
+        assert key is not None
+        # Where that is noticed late the coordinator itself was away (stopped, or its host slept).
+        if now_ns - due_ns <= MAX_LATE_TICK_NS or not _hears_first(parts, now_ns, key):
+            _on_due(parts, now_ns, key)
+
+
+def _hears_first(parts: Parts, now_ns: int, key: TimerKey) -> bool:
+    """If somebody was to say something by that deadline: sets another one, since what was said while the coordinator
+    was away is still to be read. (The deadlines of silent workers and of the rebuild window see to it themselves.)"""
+    until_ns = now_ns + parts.heartbeat_timeout_ns
+    if key.kind is TimerKind.ATTEMPT or (key.kind is TimerKind.DRAIN and draining.is_word_awaited(parts, key.name)):
+        parts.timers.set(key, until_ns)
+        return True
+    if key.kind is not TimerKind.REQUEST:
+        return False
+    request = parts.requests.get(key.name)
+    assert request is not None, "a forgotten request clears its timer"
+    is_deadline = (
+        request.phase is not Phase.FINISHED and request.deadline_ns is not None and request.deadline_ns <= now_ns
+    )
+    if is_deadline or request.phase not in _AWAITING_WORD:
+        return False
+    request.phase_deadline_ns = until_ns
+    watch_deadline(parts, request)
+    return True
 
 
 def _on_due(parts: Parts, now_ns: int, key: TimerKey) -> None:
