@@ -105,6 +105,7 @@ class Journal:
         )
         self._file = path.open("wb", buffering=_BUFFER_BYTES)
         write_record(self._file, encode_header(header))
+        self._file.flush()  # A life that is killed right after its start must leave no file without a beginning.
         self._size_bytes = 0  # A snapshot of many requests must not end the file that it begins.
         self._num_files += 1
         for old in journal_files(self._settings.directory)[: -self._settings.max_files]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any
 import grpc
 
 from cluster.agent.exit_status import EXIT_AGAIN
+from cluster.core.errors import StartupError
 from cluster.live.local_processes import ClusterHandle, LocalProcess
 from tests.e2e.conftest import status
 
@@ -26,6 +28,7 @@ VERY_LONG_PAUSE_S = 12.0
 CALM_S = (1.0, 3.0)
 """Between two faults."""
 KEEP_POLL_S = 0.1
+POLL_S = 0.05
 LOG_CHARACTERS = 2000
 TAKE_OVER_TIMEOUT_S = 60.0
 """A new life serves within this, on a machine that is busy with the load and with workers that start."""
@@ -43,19 +46,22 @@ class Fault:
 
 @dataclass(slots=True)
 class Chaos:
-    """Kills and stops workers and the coordinator. Whoever is dead is started again at once, as Ray would.
+    """Kills and stops workers, the coordinator and the front. Whoever is dead is started again at once, as Ray would.
 
     Attributes:
-        faults: in their order. outages: of them, each time without a coordinator, until its next life had a front.
-        epochs: of the coordinator's lives. lives: processes that have ended, with their logs to be looked through.
-        num_restarts: of workers, by name.
+        faults: in their order. outages: each time without a coordinator, until its next life had a front.
+        front_outages: each time without a front.
+        epochs: of the coordinator's lives, less those that were ended before they had a front. num_coordinators: all.
+        lives: processes that have ended, with their logs to be looked through. num_restarts: of workers, by name.
     """
 
     cluster: ClusterHandle
     source: random.Random
     faults: list[Fault] = field(default_factory=list)
     outages: list[tuple[float, float]] = field(default_factory=list)
+    front_outages: list[tuple[float, float]] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
+    num_coordinators: int = 1
     lives: list[LocalProcess] = field(default_factory=list)
     num_restarts: Counter[str] = field(default_factory=Counter)
 
@@ -75,7 +81,10 @@ class Chaos:
         """Until cancelled: starts workers again that have ended, whoever ended them."""
         while True:
             for name, worker in tuple(self.cluster.workers.items()):
-                if not worker.is_alive and worker.popen.returncode != EXIT_AGAIN:
+                if worker.is_alive:
+                    with contextlib.suppress(StartupError):  # It is started again, as below.
+                        worker.poll_ready()
+                elif worker.popen.returncode != EXIT_AGAIN:
                     self.lives.append(worker)
                     self.num_restarts[name] += 1
                     self.cluster.start_worker(name)
@@ -96,7 +105,8 @@ class Chaos:
             self.kill_coordinator_while_a_worker_is_stopped,
         ]
         if not is_first:
-            deck += [self.kill_two_workers, self.kill_coordinator_and_a_worker, self.stop_coordinator_for_long]
+            deck += [self.kill_two_workers, self.kill_coordinator_and_a_worker, self.kill_coordinator_twice]
+            deck += [self.stop_coordinator_for_long, self.kill_front, self.stop_front]
         self.source.shuffle(deck)
         return deck
 
@@ -123,10 +133,37 @@ class Chaos:
     async def stop_coordinator_for_long(self) -> str:
         return await self._stop(self._coordinator(), VERY_LONG_PAUSE_S)
 
-    async def kill_coordinator(self) -> str:
+    async def stop_front(self) -> str:
+        return await self._stop(self._front(), LONG_PAUSE_S)
+
+    async def kill_front(self) -> str:
+        """Its clients see it at once, and come again. Nothing of what it had asked for may stay."""
+        begin_s, former = time.monotonic(), self._front()
+        former.kill()
+        self.lives.append(former)
+        front = self.cluster.start_front(former.name)
         async with asyncio.timeout(TAKE_OVER_TIMEOUT_S):
-            await self._next_coordinator()
+            while not front.poll_ready() or await asyncio.to_thread(self._epoch) == 0:
+                await asyncio.sleep(POLL_S)
+        self.front_outages.append((begin_s, time.monotonic()))
+        return front.name
+
+    async def kill_coordinator(self) -> str:
+        begin_s = time.monotonic()
+        async with asyncio.timeout(TAKE_OVER_TIMEOUT_S):
+            await self._restart_coordinator()
+            await self._taken_over(begin_s)
         return f"epoch {self.epochs[-2]}"
+
+    async def kill_coordinator_twice(self) -> str:
+        """The next life ends as soon as it serves, while it is still being told what there is."""
+        begin_s = time.monotonic()
+        async with asyncio.timeout(TAKE_OVER_TIMEOUT_S):
+            await self._restart_coordinator()
+            await asyncio.sleep(self.source.uniform(0.0, SHORT_PAUSE_S))
+            await self._restart_coordinator()
+            await self._taken_over(begin_s)
+        return f"epoch {self.epochs[-2]} and the next"
 
     async def kill_coordinator_while_a_worker_is_stopped(self) -> str:
         """The next life hears of the worker late, or not at all."""
@@ -151,10 +188,13 @@ class Chaos:
         assert coordinator is not None and coordinator.is_alive, "the coordinator has ended by itself"
         return coordinator
 
+    def _front(self) -> LocalProcess:
+        return self.source.choice(sorted(self.cluster.fronts.values(), key=lambda front: front.name))
+
     async def _some_worker(self) -> LocalProcess:
         """One that serves; waits until there is one."""
         while True:
-            serving = [worker for worker in self.cluster.workers.values() if worker.is_alive and worker.poll_ready()]
+            serving = [worker for worker in self.cluster.workers.values() if worker.is_alive and worker.address]
             if serving:
                 return self.source.choice(sorted(serving, key=lambda worker: worker.name))
             await asyncio.sleep(KEEP_POLL_S)
@@ -167,18 +207,22 @@ class Chaos:
             process.resume()
         return process.name
 
-    async def _next_coordinator(self) -> None:
-        """Kills the coordinator; returns once its next life, of a higher epoch, answers at the same address."""
-        begin_s, former = time.monotonic(), self._coordinator()
+    async def _restart_coordinator(self) -> None:
+        """Kills the coordinator; returns once its next life serves at the same address."""
+        former = self._coordinator()
         await asyncio.to_thread(former.kill)
         self.lives.append(former)
         coordinator = self.cluster.start_coordinator()
+        self.num_coordinators += 1
         while not coordinator.poll_ready():
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(POLL_S)
         assert coordinator.address == self.cluster.coordinator_address, "it serves elsewhere"
+
+    async def _taken_over(self, begin_s: float) -> None:
+        """Returns once the front has a coordinator again, whose epoch is higher. `begin_s`: since when it had none."""
         while (epoch := await asyncio.to_thread(self._epoch)) <= self.epochs[-1]:
             assert not epoch, f"epoch {epoch} after {self.epochs[-1]}"
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(POLL_S)
         self.epochs.append(epoch)
         self.outages.append((begin_s, time.monotonic()))
 

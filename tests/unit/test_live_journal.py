@@ -75,6 +75,14 @@ def test_files_are_ended_at_their_size_and_each_replays_alone(folder: Path) -> N
     assert all(2_000 <= size_bytes < 4_000 for size_bytes in sizes[:-1])
 
 
+def test_a_life_that_is_killed_right_after_its_start_leaves_a_journal(folder: Path) -> None:
+    coordinator = Coordinator(folder)
+    (file,) = find_files(folder)
+    report = replay_file(file)
+    assert report.num_events == 0 and report.header.epoch == 7
+    coordinator.journal.close()
+
+
 def test_the_oldest_files_are_removed_those_of_an_earlier_life_first(folder: Path) -> None:
     first = Coordinator(folder, max_files=3)
     first.journal.close()
