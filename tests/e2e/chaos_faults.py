@@ -66,10 +66,11 @@ class Chaos:
     num_restarts: Counter[str] = field(default_factory=Counter)
 
     async def storm(self, end_s: float) -> None:
-        """Until then, and until every kind of fault has been there: a fault, some seconds of calm, the next one."""
+        """Until then, and until every fault of the first deck has been there: a fault, some seconds of calm, the next one."""
         self.epochs.append(await asyncio.to_thread(self._epoch))
         deck = self._deck(is_first=True)
-        while deck or time.monotonic() < end_s:
+        num_in_first = len(deck)
+        while len(self.faults) < num_in_first or time.monotonic() < end_s:
             await asyncio.sleep(self.source.uniform(*CALM_S))
             deck = deck or self._deck(is_first=False)
             begin_s, fault = time.monotonic(), deck.pop()

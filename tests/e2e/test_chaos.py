@@ -42,7 +42,7 @@ LEAVES: Final = 0.1
 MIN_ANSWERED: Final = 0.95
 GIVEN_UP_S: Final = RequestLimits().coordinator_lost_ns / 1e9
 """Only a coordinator that has been away for longer may cost a request."""
-RETRY_S: Final = 0.2
+RETRY_S: Final = 1.0
 LOSSES: Final = ("worker_lost: ", "transfer_failed: ")
 CONVICTED: Final = "internal: workers died or failed while they computed this request"
 JOURNAL: Final = {"file_size": "1MiB", "max_files": 10_000}
