@@ -66,7 +66,7 @@ class Chaos:
     num_restarts: Counter[str] = field(default_factory=Counter)
 
     async def storm(self, end_s: float) -> None:
-        """Until then, and until every fault of the first deck has been there: a fault, some seconds of calm, the next one."""
+        """Until then, and through the whole first deck: a fault, some seconds of calm, the next one."""
         self.epochs.append(await asyncio.to_thread(self._epoch))
         deck = self._deck(is_first=True)
         num_in_first = len(deck)
