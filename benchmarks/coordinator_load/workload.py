@@ -35,6 +35,8 @@ NEW_TOKENS: Final = 128
 POOL_BLOCKS: Final = 4000
 FRONT: Final = FrontId("front-0", 1)
 TIMELINE: Final = LegTimeline(prefill_ms=600.0, push_ms=3.0, kv_bytes=47_185_920, kv_transport="shm")
+CHUNK_TOKEN_MS: Final = 2.0
+"""What a prompt token adds to a decode worker's step: so much that every prompt is pushed, after both were weighed."""
 GRANTED: Final = pack_grants(BlockGrant(index, index, 7) for index in range(NUM_BLOCKS + 1))
 
 
@@ -69,7 +71,9 @@ def make_hello(worker: WorkerId, pool: PoolConfig, token_address: str) -> Worker
 
 def make_load() -> WorkerLoad:
     counts = BlockCounts(total=POOL_BLOCKS, free=0, active=0, cached=POOL_BLOCKS, reserved=0, quarantined=0)
-    return WorkerLoad(blocks=counts, step_ms_per_token=0.3, decode_base_ms=20.0, num_steps=100)
+    return WorkerLoad(
+        blocks=counts, step_ms_per_token=0.3, decode_base_ms=20.0, chunk_token_ms=CHUNK_TOKEN_MS, num_steps=100
+    )
 
 
 class Prompts:
