@@ -90,14 +90,8 @@ class HandOverCosts:
 
     def reserved(self, duration_ms: float) -> None:
         self._reserve_ms.append(duration_ms)
-        self._update()
+        self.usual = HandOver(reserve_ms=median(self._reserve_ms), take_over_ms=self.usual.take_over_ms)
 
     def taken_over(self, duration_ms: float) -> None:
         self._take_over_ms.append(duration_ms)
-        self._update()
-
-    def _update(self) -> None:
-        self.usual = HandOver(
-            reserve_ms=median(self._reserve_ms) if self._reserve_ms else 0.0,
-            take_over_ms=median(self._take_over_ms) if self._take_over_ms else 0.0,
-        )
+        self.usual = HandOver(reserve_ms=self.usual.reserve_ms, take_over_ms=median(self._take_over_ms))

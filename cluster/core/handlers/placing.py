@@ -133,18 +133,9 @@ def _why_local(parts: Parts, request: Request) -> str | None:
 
 def count_route(parts: Parts, route: Route, cause: Cause) -> None:
     """An attempt has started. Warns if too few are still pushed, where they could be."""
-    few = parts.routes.add(route, cause, are_pools_whole=_are_pools_whole(parts))
+    few = parts.routes.add(route, cause, are_pools_whole=parts.workers.are_pools_whole)
     if few is not None:
         parts.outbox.warn_of_few_pushes(few)
-
-
-def _are_pools_whole(parts: Parts) -> bool:
-    """Whether there are prefill pools, and as many workers of either role as the cluster file has."""
-    for role in Role:
-        num_replicas = sum(pool.replicas for pool in parts.config.pools if pool.role is role)
-        if not 1 <= num_replicas <= len(parts.workers.with_role(role)):
-            return False
-    return True
 
 
 def exclude_and_withdraw(parts: Parts, now_ns: int, request: Request, attempt: Attempt, reason: str) -> None:
