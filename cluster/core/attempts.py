@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from cluster.core.ids import AttemptId, Role, WorkerId
 
@@ -23,6 +24,9 @@ class LegState(StrEnum):
     CLOSING = "closing"
     RELEASED = "released"
     LOST = "lost"
+
+
+_RELEASED: Final = (LegState.RELEASED, LegState.LOST)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +57,7 @@ class Leg:
 
     @property
     def is_released(self) -> bool:
-        return self.state in (LegState.RELEASED, LegState.LOST)
+        return self.state in _RELEASED
 
 
 @dataclass(slots=True, kw_only=True)

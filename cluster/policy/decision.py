@@ -113,12 +113,11 @@ def starts_soon(worker: WorkerLike, num_held_tokens: int = 0) -> bool:
 
 def best(options: list[Option]) -> Option | None:
     """The one with the lightest load of those that cost nearly the least."""
-    limit_ms = min((option.cost_ms + NEARLY * option.own_ms for option in options), default=0.0)
-    return min(
-        (option for option in options if option.cost_ms <= limit_ms),
-        key=lambda option: (option.load, option.worker.id),
-        default=None,
-    )
+    if not options:
+        return None
+    limit_ms = min([option.cost_ms + NEARLY * option.own_ms for option in options])
+    nearly = [option for option in options if option.cost_ms <= limit_ms]
+    return min(nearly, key=lambda option: (option.load, option.worker.id))
 
 
 def has_room(worker: WorkerLike, num_blocks: int, num_sequences: int) -> bool:

@@ -16,7 +16,7 @@ from cluster.policy.break_even import (
     step_limit_ms,
     why_not_staying,
 )
-from cluster.policy.costs import StepCosts, WorkerLike, mean_ms_per_token, usual_costs
+from cluster.policy.costs import StepCosts, WorkerLike, mean_ms_per_token
 from cluster.policy.decision import (
     NEARLY,
     NO_ROOM,
@@ -37,16 +37,16 @@ if TYPE_CHECKING:  # which calls this
 
 
 def place_reading(
-    demand: Demand, candidates: Candidates, options: list[Option], readers: list[Option]
+    demand: Demand, candidates: Candidates, options: list[Option], readers: list[Option], usual: StepCosts
 ) -> Placement | None:
     """On a decode worker that reads the prompt itself, if the rules or the costs are for it.
 
-    Of decode workers, those that would write it more slowly than the best one pay for that here.
+    Of decode workers, those that would write it more slowly than the best one pay for that here. `usual`: of them.
     """
     rules = candidates.rules
     if rules.max_local_tokens == 0:
         return None
-    usual = _usual_of_decode(candidates)
+    usual = _with_chunk_cost(usual, candidates)
     able = [option for option in options if may_read(demand, option)]
     if rules.max_local_tokens is not None:
         option = best([option for option in able if option.num_uncached_tokens <= rules.max_local_tokens])
@@ -105,13 +105,13 @@ def _pushed_ms(reader: Option, candidates: Candidates, usual: StepCosts) -> floa
 
 
 def place_staying(
-    demand: Demand, candidates: Candidates, readers: list[Option], decode: Option | None
+    demand: Demand, candidates: Candidates, readers: list[Option], decode: Option | None, usual: StepCosts
 ) -> Placement | None:
-    """On a prefill worker that also writes the answer. `decode` would write it otherwise; None if all are full."""
+    """On a prefill worker that also writes the answer. `decode` would write it otherwise; None if all are full.
+    `usual`: of decode workers."""
     rules, block_size = candidates.rules, demand.block_size
     if not rules.may_stay:
         return None
-    usual = usual_costs(candidates.decode)
     num_context_tokens = demand.num_expected_blocks * block_size
     options = []
     for reader in readers:
@@ -146,10 +146,9 @@ def _is_much_slower(decode_ms: float, staying_ms: float, rules: DisaggregationCo
     return staying_ms > 0 and (decode_ms >= STAY_GAIN * staying_ms or breaks_limit)
 
 
-def _usual_of_decode(candidates: Candidates) -> StepCosts:
+def _with_chunk_cost(usual: StepCosts, candidates: Candidates) -> StepCosts:
     """Where no decode worker has read anything lately, a token counts what it costs prefill workers, less its share of
     what a step costs whatever is in it."""
-    usual = usual_costs(candidates.decode)
     if usual.chunk_token_ms:
         return usual
     costs_ms = [_token_ms(worker, usual) for worker in candidates.prefill if worker.ms_per_token > 0]

@@ -20,7 +20,7 @@ from typing import Final
 
 from cluster.core.ids import Route, WorkerId
 from cluster.core.output_estimate import UNMEASURED_OUTPUT_TOKENS
-from cluster.policy.costs import StepCosts, WorkerLike, push_ms, read_ms, tpot_ms, usual_costs
+from cluster.policy.costs import StepCosts, UsualCosts, WorkerLike, push_ms, read_ms, tpot_ms, usual_costs
 from cluster.policy.decision import (
     NO_ROOM,
     READING_WEIGHT,
@@ -108,13 +108,14 @@ def place(
         why_local: if given, decode is to read the prompt itself, for this reason.
     """
     prefill = () if why_local else candidates.prefill
-    options = _decode_options(demand, candidates, prefill, excluded)
+    usual = UsualCosts(prefill=usual_costs(candidates.prefill), decode=usual_costs(candidates.decode))
+    options = _decode_options(demand, candidates, prefill, excluded, usual.decode)
     decode = best(options)
     if not candidates.decode:
         return Wait(reason="no decode worker is alive")
     if decode is None:
-        readers = _prefill_options(demand, candidates, None) if prefill else []
-        return place_staying(demand, candidates, readers, None) or Wait(reason=NO_ROOM)
+        readers = _prefill_options(demand, candidates, None, usual.prefill) if prefill else []
+        return place_staying(demand, candidates, readers, None, usual.decode) or Wait(reason=NO_ROOM)
     if why_local:
         return _place_local(demand, decode, Cause.TRANSFER_FAILED, why_local)
     if not prefill:
@@ -122,8 +123,9 @@ def place(
     if demand.num_kv_blocks > max(1, decode.worker.num_total_blocks * MAX_RESERVED_PERCENT // 100):
         why = f"{demand.num_kv_blocks} blocks are too large a share for a push"
         return _place_local(demand, decode, Cause.TOO_LARGE, why)
-    readers = _prefill_options(demand, candidates, decode.worker)
-    other = place_reading(demand, candidates, options, readers) or place_staying(demand, candidates, readers, decode)
+    readers = _prefill_options(demand, candidates, decode.worker, usual.prefill)
+    other = place_reading(demand, candidates, options, readers, usual.decode)
+    other = other or place_staying(demand, candidates, readers, decode, usual.decode)
     if other is not None:
         return other
     reader = best([option for option in readers if may_read(demand, option)])
@@ -156,9 +158,12 @@ def takes(worker: WorkerLike, demand: Demand) -> bool:
 
 
 def _decode_options(
-    demand: Demand, candidates: Candidates, prefill: tuple[WorkerLike, ...], excluded: Mapping[WorkerId, int]
+    demand: Demand,
+    candidates: Candidates,
+    prefill: tuple[WorkerLike, ...],
+    excluded: Mapping[WorkerId, int],
+    usual: StepCosts,
 ) -> list[Option]:
-    usual = usual_costs(candidates.decode)
     return [
         _decode_option(demand, candidates, prefill, worker, usual)
         for worker in candidates.decode
@@ -193,21 +198,25 @@ def _decode_option(
     )
 
 
-def _prefill_options(demand: Demand, candidates: Candidates, decode: WorkerLike | None) -> list[Option]:
+def _prefill_options(
+    demand: Demand, candidates: Candidates, decode: WorkerLike | None, usual: StepCosts
+) -> list[Option]:
     """What costs is the reading, or the push to `decode` where that is slower: they go on at the same time. Answers
     that are written there wait for it as well. Whether it can start soon is not asked here."""
-    usual = usual_costs(candidates.prefill)
+    num_pushed_blocks = demand.num_read_blocks
+    if decode is not None:
+        num_pushed_blocks -= candidates.num_held_blocks.get(decode.id, 0)
     options = []
     for worker in candidates.prefill:
         if not has_room(worker, demand.num_read_blocks, 1):
             continue
         num_uncached_tokens = demand.num_tokens - _num_held_tokens(demand, candidates, worker)
-        predicted_ms = read_ms(worker, num_uncached_tokens, usual)
+        token_ms = worker.ms_per_token or usual.ms_per_token
+        predicted_ms = (worker.backlog_tokens + num_uncached_tokens) * token_ms
         if decode is not None:
-            num_pushed_blocks = demand.num_read_blocks - candidates.num_held_blocks.get(decode.id, 0)
-            pushed_ms = read_ms(worker, 0, usual) + push_ms(candidates.links, worker, decode, num_pushed_blocks)
+            pushed_ms = worker.backlog_tokens * token_ms + push_ms(candidates.links, worker, decode, num_pushed_blocks)
             predicted_ms = max(predicted_ms, pushed_ms)
-        held_up_ms = worker.num_writing * num_uncached_tokens * (worker.ms_per_token or usual.ms_per_token)
+        held_up_ms = worker.num_writing * num_uncached_tokens * token_ms
         options.append(
             Option(
                 worker=worker,
