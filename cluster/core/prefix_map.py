@@ -11,7 +11,7 @@ looked up or evicted costs O(runs) therefore, not O(blocks), and a comparison of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -362,6 +362,13 @@ class HeldPrefixes:
             if holders & bits:
                 return num_blocks
         return 0
+
+    def num_blocks_by_worker(self, workers: Iterable[WorkerId]) -> dict[WorkerId, int]:
+        """The same of several, for those that hold any."""
+        if not self._groups:
+            return {}
+        held = ((worker, self.num_blocks_of(worker)) for worker in workers)
+        return {worker: num_blocks for worker, num_blocks in held if num_blocks}
 
     def num_told_blocks_of(self, worker: WorkerId) -> int:
         """Blocks of the prompt that a registered life has told that it holds; not what it is only expected to."""

@@ -153,8 +153,8 @@ class Worker:
 class WorkerRegistry:
     """Registered lives by name, at most one a name, and for each name the newest life that was lost.
 
-    `max_model_tokens` is the longest prompt and answer that all of them take, `max_decode_blocks` the size of the
-    largest decode worker; None while there is none. `are_pools_whole`: there are prefill pools, and as many workers of
+    `max_model_tokens` is the longest prompt and answer together that all of them, and the cluster file, take,
+    `max_decode_blocks` the size of the largest decode worker; None while unknown. `are_pools_whole`: there are prefill pools, and as many workers of
     either role as the cluster file has.
     """
 
@@ -163,7 +163,7 @@ class WorkerRegistry:
         self._by_name: dict[str, Worker] = {}
         self._by_role: dict[Role, list[Worker]] = {role: [] for role in Role}
         self._lost: dict[str, int] = {}
-        self.max_model_tokens: int | None = None
+        self.max_model_tokens = config.model.max_model_tokens
         self.max_decode_blocks: int | None = None
         self.are_pools_whole = False
 
@@ -247,7 +247,10 @@ class WorkerRegistry:
 
     def _update_limits(self) -> None:
         """Workers come and go rarely, and requests ask often."""
-        self.max_model_tokens = min((worker.hello.max_model_tokens for worker in self._by_name.values()), default=None)
+        lengths = [worker.hello.max_model_tokens for worker in self._by_name.values()]
+        if self._config.model.max_model_tokens is not None:
+            lengths.append(self._config.model.max_model_tokens)
+        self.max_model_tokens = min(lengths, default=None)
         decode = self._by_role[Role.DECODE]
         self.max_decode_blocks = max((worker.hello.load.blocks.total for worker in decode), default=None)
         self.are_pools_whole = all(1 <= self._num_replicas(role) <= len(self._by_role[role]) for role in Role)

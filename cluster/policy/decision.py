@@ -117,7 +117,7 @@ def best(options: list[Option]) -> Option | None:
         return None
     limit_ms = min([option.cost_ms + NEARLY * option.own_ms for option in options])
     nearly = [option for option in options if option.cost_ms <= limit_ms]
-    return min(nearly, key=lambda option: (option.load, option.worker.id))
+    return nearly[0] if len(nearly) == 1 else min(nearly, key=lambda option: (option.load, option.worker.id))
 
 
 def has_room(worker: WorkerLike, num_blocks: int, num_sequences: int) -> bool:

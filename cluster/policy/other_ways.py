@@ -58,15 +58,18 @@ def place_reading(
     reading_ms_per_token = mean_ms_per_token(candidates.prefill)
     if reading_ms_per_token is None:
         return None
-    pushed_ms = min((_pushed_ms(reader, candidates, usual) for reader in readers), default=inf)
-    least_token_ms = min(option.predicted_ms for option in options)
+    pushed_ms = min([_pushed_ms(reader, candidates, usual) for reader in readers], default=inf)
+    least_token_ms = min([option.predicted_ms for option in options])
     found: tuple[float, Option, LocalRead] | None = None
     for option in able:
+        others_ms = READING_WEIGHT * option.num_uncached_tokens * reading_ms_per_token
+        reading_ms = option.num_uncached_tokens * (option.worker.chunk_token_ms or usual.chunk_token_ms)
+        if reading_ms + others_ms >= pushed_ms:
+            continue  # whatever else it costs
         read = local_read(option.worker, option.num_uncached_tokens, demand.block_size, usual, rules)
         if read is None:
             continue
         slower_ms = max(0.0, option.predicted_ms - (1 + NEARLY) * least_token_ms) * demand.num_emitted
-        others_ms = READING_WEIGHT * option.num_uncached_tokens * reading_ms_per_token
         cost_ms = read.read_ms + read.held_up_ms + slower_ms + others_ms
         if cost_ms < pushed_ms and (found is None or (cost_ms, option.load, option.worker.id) < _rank(found)):
             found = cost_ms, option, read

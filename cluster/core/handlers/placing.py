@@ -11,7 +11,7 @@ from cluster.core.handlers.accounting import demand_for
 from cluster.core.handlers.ending import watch_deadline, withdraw_attempt
 from cluster.core.handlers.fetching import start_fetch
 from cluster.core.handlers.suspecting import keep_apart, on_placed
-from cluster.core.ids import Outcome, Role, Route, WorkerId
+from cluster.core.ids import AttemptId, Outcome, Role, Route, WorkerId
 from cluster.core.leases import Lease, Side
 from cluster.core.limits import EXCLUDE_AFTER_REFUSAL_NS, NS_PER_MS
 from cluster.core.messages import Placed
@@ -90,7 +90,7 @@ def _candidates(parts: Parts, request: Request) -> Candidates:
         holders = [_registered(parts, worker) for worker in held.longest(role, MAX_HOLDERS)]
         staying = [worker for worker in holders if not worker.is_leaving]
         found[role] = candidates_of(parts.workers.with_role(role), staying, seed)
-    num_held_blocks = {worker.id: held.num_blocks_of(worker.id) for workers in found.values() for worker in workers}
+    num_held_blocks = held.num_blocks_by_worker(worker.id for workers in found.values() for worker in workers)
     return Candidates(
         prefill=found[Role.PREFILL],
         decode=found[Role.DECODE],
@@ -151,12 +151,13 @@ def _start_pair(
 ) -> None:
     prefill = _registered(parts, prefill_id)
     decode = _registered(parts, placement.decode)
+    attempt_id = request.attempt_id
     attempt = Attempt(
-        attempt_id=request.attempt_id,
+        attempt_id=attempt_id,
         lease_id=parts.next_lease_id(),
         placed_ns=now_ns,
-        prefill=_leg(request, prefill, Role.PREFILL, demand.num_read_blocks, 1, placement.num_uncached_tokens),
-        decode=_leg(request, decode, Role.DECODE, demand.num_expected_blocks, demand.num_sequences, 0),
+        prefill=_leg(attempt_id, prefill, Role.PREFILL, demand.num_read_blocks, 1, placement.num_uncached_tokens),
+        decode=_leg(attempt_id, decode, Role.DECODE, demand.num_expected_blocks, demand.num_sequences, 0),
         why=placement.reason,
     )
     _open(parts, now_ns, request, attempt)
@@ -187,13 +188,14 @@ def _start_pair(
 
 def _start_local(parts: Parts, now_ns: int, request: Request, demand: Demand, placement: Placement) -> None:
     decode = _registered(parts, placement.decode)
+    attempt_id = request.attempt_id
     attempt = Attempt(
-        attempt_id=request.attempt_id,
+        attempt_id=attempt_id,
         lease_id=parts.next_lease_id(),
         placed_ns=now_ns,
         prefill=None,
         decode=_leg(
-            request,
+            attempt_id,
             decode,
             Role.DECODE,
             demand.num_expected_blocks,
@@ -223,10 +225,10 @@ def _start_local(parts: Parts, now_ns: int, request: Request, demand: Demand, pl
 
 
 def _leg(
-    request: Request, worker: Worker, half: Role, num_blocks: int, num_sequences: int, num_unread_tokens: int
+    attempt_id: AttemptId, worker: Worker, half: Role, num_blocks: int, num_sequences: int, num_unread_tokens: int
 ) -> Leg:
     return Leg(
-        attempt_id=request.attempt_id,
+        attempt_id=attempt_id,
         worker=worker.id,
         half=half,
         num_blocks=num_blocks,
