@@ -99,9 +99,9 @@ class Attempt:
     @property
     def is_over(self) -> bool:
         """Nobody counts on it and no worker holds anything of it."""
-        if self.is_current or not self.decode.is_released:
+        if self.is_current or self.decode.state not in _RELEASED:
             return False
-        return self.prefill is None or self.prefill.is_released
+        return self.prefill is None or self.prefill.state in _RELEASED
 
     def is_computed(self, leg: Leg) -> bool:
         """Whether the leg's worker may have it in a step: prefill until it has read it, decode since it has its KV."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
@@ -48,7 +48,7 @@ class Candidates:
     hand_over: HandOver = field(default_factory=HandOver)
 
 
-class Cause(Enum):
+class Cause(StrEnum):
     """Why a request takes its way: a push is the rule, all else has one of few causes.
 
     DECODE_FULL and DECODE_SLOW let it stay on prefill. All others have decode read it: BREAK_EVEN because that is

@@ -47,9 +47,9 @@ def place_reading(
     if rules.max_local_tokens == 0:
         return None
     usual = _with_chunk_cost(usual, candidates)
-    able = [option for option in options if may_read(demand, option)]
     if rules.max_local_tokens is not None:
-        option = best([option for option in able if option.num_uncached_tokens <= rules.max_local_tokens])
+        short = [option for option in options if option.num_uncached_tokens <= rules.max_local_tokens]
+        option = best([option for option in short if may_read(demand, option)])
         if option is None:
             return None
         limit_ms = step_limit_ms(option.worker, demand.block_size, usual, rules)
@@ -61,11 +61,11 @@ def place_reading(
     pushed_ms = min([_pushed_ms(reader, candidates, usual) for reader in readers], default=inf)
     least_token_ms = min([option.predicted_ms for option in options])
     found: tuple[float, Option, LocalRead] | None = None
-    for option in able:
+    for option in options:
         others_ms = READING_WEIGHT * option.num_uncached_tokens * reading_ms_per_token
         reading_ms = option.num_uncached_tokens * (option.worker.chunk_token_ms or usual.chunk_token_ms)
-        if reading_ms + others_ms >= pushed_ms:
-            continue  # whatever else it costs
+        if reading_ms + others_ms >= pushed_ms or not may_read(demand, option):
+            continue
         read = local_read(option.worker, option.num_uncached_tokens, demand.block_size, usual, rules)
         if read is None:
             continue
@@ -119,6 +119,8 @@ def place_staying(
     options = []
     for reader in readers:
         worker = reader.worker
+        if worker.backlog_tokens:
+            continue  # It does not idle.
         token_ms = staying_tpot_ms(worker, num_context_tokens, block_size, usual)
         if (
             (decode is None or _is_much_slower(decode.predicted_ms, token_ms, rules))

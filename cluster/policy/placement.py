@@ -20,7 +20,7 @@ from typing import Final
 
 from cluster.core.ids import Route, WorkerId
 from cluster.core.output_estimate import UNMEASURED_OUTPUT_TOKENS
-from cluster.policy.costs import StepCosts, UsualCosts, WorkerLike, push_ms, read_ms, tpot_ms, usual_costs
+from cluster.policy.costs import StepCosts, UsualCosts, WorkerLike, decode_step_ms, push_ms, read_ms, usual_costs
 from cluster.policy.decision import (
     NO_ROOM,
     READING_WEIGHT,
@@ -180,14 +180,15 @@ def _decode_option(
     first of these, which is the likeliest to be taken."""
     num_held_blocks = candidates.num_held_blocks.get(worker.id, 0)
     num_uncached_tokens = demand.num_tokens - num_held_blocks * demand.block_size
-    token_ms = tpot_ms(worker, demand.num_expected_blocks * demand.block_size, demand.block_size, usual)
+    num_context_tokens = (worker.num_promised_blocks + demand.num_expected_blocks) * demand.block_size
+    token_ms = decode_step_ms(worker, num_context_tokens, usual)
     own_ms = demand.num_emitted * token_ms
     others_ms = 0.0
     if prefill:
         own_ms += push_ms(candidates.links, prefill[0], worker, demand.num_read_blocks - num_held_blocks)
     else:
         own_ms += read_ms(worker, num_uncached_tokens, usual)
-        others_ms = _others_ms(num_uncached_tokens, usual)
+        others_ms = READING_WEIGHT * num_uncached_tokens * usual.ms_per_token
     return Option(
         worker=worker,
         cost_ms=own_ms + others_ms,
@@ -203,14 +204,15 @@ def _prefill_options(
 ) -> list[Option]:
     """What costs is the reading, or the push to `decode` where that is slower: they go on at the same time. Answers
     that are written there wait for it as well. Whether it can start soon is not asked here."""
+    held = candidates.num_held_blocks
     num_pushed_blocks = demand.num_read_blocks
     if decode is not None:
-        num_pushed_blocks -= candidates.num_held_blocks.get(decode.id, 0)
+        num_pushed_blocks -= held.get(decode.id, 0)
     options = []
     for worker in candidates.prefill:
         if not has_room(worker, demand.num_read_blocks, 1):
             continue
-        num_uncached_tokens = demand.num_tokens - _num_held_tokens(demand, candidates, worker)
+        num_uncached_tokens = demand.num_tokens - held.get(worker.id, 0) * demand.block_size
         token_ms = worker.ms_per_token or usual.ms_per_token
         predicted_ms = (worker.backlog_tokens + num_uncached_tokens) * token_ms
         if decode is not None:
@@ -220,7 +222,7 @@ def _prefill_options(
         options.append(
             Option(
                 worker=worker,
-                cost_ms=predicted_ms + held_up_ms + _others_ms(num_uncached_tokens, usual),
+                cost_ms=predicted_ms + held_up_ms + READING_WEIGHT * num_uncached_tokens * usual.ms_per_token,
                 own_ms=predicted_ms,
                 load=(worker.num_given_tokens, worker.num_sequences),
                 num_uncached_tokens=num_uncached_tokens,
@@ -228,11 +230,6 @@ def _prefill_options(
             )
         )
     return options
-
-
-def _others_ms(num_tokens: int, usual: StepCosts) -> float:
-    """What reading so many tokens costs those that come after, wherever it is done."""
-    return READING_WEIGHT * num_tokens * usual.ms_per_token
 
 
 def _place_local(demand: Demand, option: Option, cause: Cause, why: str) -> Placement | Wait:

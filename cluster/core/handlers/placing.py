@@ -16,6 +16,7 @@ from cluster.core.leases import Lease, Side
 from cluster.core.limits import EXCLUDE_AFTER_REFUSAL_NS, NS_PER_MS
 from cluster.core.messages import Placed
 from cluster.core.parts import Parts
+from cluster.core.prefix_map import HeldPrefixes
 from cluster.core.requests import Phase, Request
 from cluster.core.timers import TimerKey, TimerKind
 from cluster.core.workers import Worker
@@ -31,7 +32,8 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
     while (request_id := parts.queue.head()) is not None:
         request = parts.requests.get(request_id)
         assert request is not None and request.phase is Phase.QUEUED
-        request.excluded = {worker: until for worker, until in request.excluded.items() if until > now_ns}
+        if request.excluded:
+            request.excluded = {worker: until for worker, until in request.excluded.items() if until > now_ns}
         demand = demand_for(parts, request)
         candidates = keep_apart(parts, now_ns, request, _candidates(parts, request))
         decision = candidates if isinstance(candidates, Wait) else _decide(parts, request, demand, candidates)
@@ -85,20 +87,22 @@ def _candidates(parts: Parts, request: Request) -> Candidates:
     """Those that hold most of the prompt, and others drawn anew for each decision."""
     seed = parts.next_seed()
     held = parts.prefixes.look_up(request.chain)
-    found: dict[Role, tuple[Worker, ...]] = {}
-    for role in Role:
-        holders = [_registered(parts, worker) for worker in held.longest(role, MAX_HOLDERS)]
-        staying = [worker for worker in holders if not worker.is_leaving]
-        found[role] = candidates_of(parts.workers.with_role(role), staying, seed)
-    num_held_blocks = held.num_blocks_by_worker(worker.id for workers in found.values() for worker in workers)
+    prefill = _candidates_with(parts, Role.PREFILL, held, seed)
+    decode = _candidates_with(parts, Role.DECODE, held, seed)
     return Candidates(
-        prefill=found[Role.PREFILL],
-        decode=found[Role.DECODE],
-        num_held_blocks=num_held_blocks,
+        prefill=prefill,
+        decode=decode,
+        num_held_blocks=held.num_blocks_by_worker([worker.id for worker in (*prefill, *decode)]),
         links=parts.links,
         rules=parts.config.disaggregation,
         hand_over=parts.hand_over.usual,
     )
+
+
+def _candidates_with(parts: Parts, role: Role, held: HeldPrefixes, seed: int) -> tuple[Worker, ...]:
+    holders = [_registered(parts, worker) for worker in held.longest(role, MAX_HOLDERS)]
+    staying = [worker for worker in holders if not worker.is_leaving]
+    return candidates_of(parts.workers.with_role(role), staying, seed)
 
 
 def _fetch_prefix(parts: Parts, now_ns: int, request: Request, candidates: Candidates, placement: Placement) -> None:

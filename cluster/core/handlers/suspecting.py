@@ -148,8 +148,11 @@ def _suspect(request: Request, worker: WorkerId) -> None:
 def _is_unclear(parts: Parts, request: Request) -> bool:
     """Whether the last attempt has failed, as the other side of its push said, while a worker that may have died of it
     has not yet said that it lives."""
-    last, failure = parts.attempts.get(request.attempt_id), request.last_failure
-    if last is None or last.prefill is None or failure is None or failure.outcome is not Outcome.TRANSFER_FAILED:
+    failure = request.last_failure
+    if failure is None or failure.outcome is not Outcome.TRANSFER_FAILED:
+        return False
+    last = parts.attempts.get(request.attempt_id)
+    if last is None or last.prefill is None:
         return False
     return last.prefill.state is LegState.CLOSING and last.prefill.was_computed
 
