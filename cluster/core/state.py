@@ -77,7 +77,8 @@ class ClusterState:
         assert now_ns >= self._now_ns, "time runs backwards"
         self._now_ns = now_ns
         parts = self._parts
-        parts.rebuild.hear(now_ns)
+        if not parts.rebuild.has_begun:
+            parts.rebuild.begin(now_ns)
         match event:
             case FromWorker(worker=worker, message=said):
                 self._from_worker(now_ns, worker, said)
@@ -96,7 +97,8 @@ class ClusterState:
         if not parts.rebuild.is_open:
             if parts.drains:
                 draining.settle(parts, now_ns)
-            place_waiting(parts, now_ns)
+            if parts.queue:
+                place_waiting(parts, now_ns)
         return parts.outbox.take()
 
     def next_deadline_ns(self) -> int | None:
@@ -192,7 +194,7 @@ class ClusterState:
             case ReserveGranted():
                 legs.on_reserve_granted(parts, now_ns, sender, message)
             case PrefillDone():
-                legs.on_prefill_done(parts, now_ns, sender, message)
+                legs.on_prefill_done(parts, now_ns, worker, message)
             case Committed():
                 legs.on_committed(parts, now_ns, sender, message)
             case LegReleased():

@@ -81,14 +81,6 @@ class StepCosts:
     chunk_token_ms: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsualCosts:
-    """Of an average worker of either role, among those that a decision looks at."""
-
-    prefill: StepCosts
-    decode: StepCosts
-
-
 def usual_costs(workers: Sequence[WorkerLike]) -> StepCosts:
     """Of an average worker among these."""
     num_readers = num_writers = num_chunk_costs = 0

@@ -20,7 +20,7 @@ from typing import Final
 
 from cluster.core.ids import Route, WorkerId
 from cluster.core.output_estimate import UNMEASURED_OUTPUT_TOKENS
-from cluster.policy.costs import StepCosts, UsualCosts, WorkerLike, decode_step_ms, push_ms, read_ms, usual_costs
+from cluster.policy.costs import StepCosts, WorkerLike, decode_step_ms, push_ms, read_ms, usual_costs
 from cluster.policy.decision import (
     NO_ROOM,
     READING_WEIGHT,
@@ -108,14 +108,14 @@ def place(
         why_local: if given, decode is to read the prompt itself, for this reason.
     """
     prefill = () if why_local else candidates.prefill
-    usual = UsualCosts(prefill=usual_costs(candidates.prefill), decode=usual_costs(candidates.decode))
-    options = _decode_options(demand, candidates, prefill, excluded, usual.decode)
+    usual, usual_reader = usual_costs(candidates.decode), usual_costs(candidates.prefill)
+    options = _decode_options(demand, candidates, prefill, excluded, usual)
     decode = best(options)
     if not candidates.decode:
         return Wait(reason="no decode worker is alive")
     if decode is None:
-        readers = _prefill_options(demand, candidates, None, usual.prefill) if prefill else []
-        return place_staying(demand, candidates, readers, None, usual.decode) or Wait(reason=NO_ROOM)
+        readers = _prefill_options(demand, candidates, None, usual_reader) if prefill else []
+        return place_staying(demand, candidates, readers, None, usual) or Wait(reason=NO_ROOM)
     if why_local:
         return _place_local(demand, decode, Cause.TRANSFER_FAILED, why_local)
     if not prefill:
@@ -123,9 +123,9 @@ def place(
     if demand.num_kv_blocks > max(1, decode.worker.num_total_blocks * MAX_RESERVED_PERCENT // 100):
         why = f"{demand.num_kv_blocks} blocks are too large a share for a push"
         return _place_local(demand, decode, Cause.TOO_LARGE, why)
-    readers = _prefill_options(demand, candidates, decode.worker, usual.prefill)
-    other = place_reading(demand, candidates, options, readers, usual.decode)
-    other = other or place_staying(demand, candidates, readers, decode, usual.decode)
+    readers = _prefill_options(demand, candidates, decode.worker, usual_reader)
+    other = place_reading(demand, candidates, options, readers, usual)
+    other = other or place_staying(demand, candidates, readers, decode, usual)
     if other is not None:
         return other
     reader = best([option for option in readers if may_read(demand, option)])

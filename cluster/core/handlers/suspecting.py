@@ -116,6 +116,9 @@ def keep_apart(parts: Parts, now_ns: int, request: Request, candidates: Candidat
 
 def on_placed(parts: Parts, now_ns: int, request: Request, attempt: Attempt) -> None:
     """To be called before the workers are given its legs: a suspect's trial begins, that of another ends early."""
+    if not request.suspicions and not parts.trials:
+        request.apart_until_ns = None
+        return
     is_alone = bool(request.suspicions) and all(_is_free(parts, now_ns, leg.worker) for leg in attempt.legs)
     for leg in attempt.legs:
         disturbed = parts.trials.close(leg.worker)
