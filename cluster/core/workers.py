@@ -129,9 +129,7 @@ class Worker:
     def _sum_up(self) -> None:
         """To be called whenever a count has changed: decisions read the sums more often than that."""
         self.num_promised_blocks = max(self.num_expected_blocks, self.num_used_blocks)
-        self.backlog_tokens = min(
-            self.num_unread_tokens, self.load.waiting_prefill_tokens + self.num_unreported_tokens
-        )
+        self.backlog_tokens = min(self.num_unread_tokens, self.load.waiting_prefill_tokens + self.num_unreported_tokens)
 
     def check_invariants(self) -> None:
         held = [leg for leg in self.legs.values() if not leg.is_released]

@@ -70,7 +70,7 @@ class LinksLike(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: that would treble what it costs to make one
 class StepCosts:
     """Of one prompt token, of a decode step without its contexts, and of each token of these; and of a prompt token in
     such a step, 0 while unmeasured."""

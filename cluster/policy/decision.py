@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
@@ -91,16 +92,16 @@ class Wait:
 
 @dataclass(slots=True, kw_only=True)
 class Option:
-    """A worker that could take it: at what cost, and how heavy its load is (compared in order).
+    """A worker that could take it, and at what cost.
 
-    `own_ms`: what of the cost is the request's own time, and not that of others. `predicted_ms`: time per output token
+    `rank`: how heavy its load is, in two numbers, and its id: the least is taken among equals. `own_ms`: what of the cost is the request's own time, and not that of others. `predicted_ms`: time per output token
     of a decode worker; of a prefill worker the time until the prompt is read.
     """
 
     worker: WorkerLike
     cost_ms: float
     own_ms: float
-    load: tuple[int, int]
+    rank: tuple[int, int, WorkerId]
     num_uncached_tokens: int
     predicted_ms: float
 
@@ -117,7 +118,7 @@ def best(options: list[Option]) -> Option | None:
         return None
     limit_ms = min([option.cost_ms + NEARLY * option.own_ms for option in options])
     nearly = [option for option in options if option.cost_ms <= limit_ms]
-    return nearly[0] if len(nearly) == 1 else min(nearly, key=lambda option: (option.load, option.worker.id))
+    return min(nearly, key=attrgetter("rank"))
 
 
 def has_room(worker: WorkerLike, num_blocks: int, num_sequences: int) -> bool:

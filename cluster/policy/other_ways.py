@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from cluster.core.disaggregation import DisaggregationConfig
-from cluster.core.ids import Route, WorkerId
+from cluster.core.ids import Route
 from cluster.policy.break_even import (
     STAY_GAIN,
     LocalRead,
@@ -71,7 +71,7 @@ def place_reading(
             continue
         slower_ms = max(0.0, option.predicted_ms - (1 + NEARLY) * least_token_ms) * demand.num_emitted
         cost_ms = read.read_ms + read.held_up_ms + slower_ms + others_ms
-        if cost_ms < pushed_ms and (found is None or (cost_ms, option.load, option.worker.id) < _rank(found)):
+        if cost_ms < pushed_ms and (found is None or (cost_ms, option.rank) < (found[0], found[1].rank)):
             found = cost_ms, option, read
     if found is None:
         return None
@@ -81,10 +81,6 @@ def place_reading(
         f"which costs all {cost_ms:.0f} ms, and a push {pushed_ms:.0f}"
     )
     return _reading(option, Cause.BREAK_EVEN, f"{writes(option)}, and {why}", read.step_limit_ms)
-
-
-def _rank(found: tuple[float, Option, LocalRead]) -> tuple[float, tuple[int, int], WorkerId]:
-    return found[0], found[1].load, found[1].worker.id
 
 
 def _reading(option: Option, cause: Cause, reason: str, limit_ms: float) -> Placement:

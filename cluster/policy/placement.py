@@ -46,7 +46,7 @@ TYPICAL_ANSWER_TOKENS: Final = 128
 """For the break-even that operators are shown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: that would treble what it costs to make one
 class Demand:
     """What a request needs.
 
@@ -193,7 +193,7 @@ def _decode_option(
         worker=worker,
         cost_ms=own_ms + others_ms,
         own_ms=own_ms,
-        load=(worker.num_promised_blocks - num_held_blocks - worker.num_total_blocks, worker.num_sequences),
+        rank=(worker.num_promised_blocks - num_held_blocks - worker.num_total_blocks, worker.num_sequences, worker.id),
         num_uncached_tokens=num_uncached_tokens,
         predicted_ms=token_ms,
     )
@@ -224,7 +224,7 @@ def _prefill_options(
                 worker=worker,
                 cost_ms=predicted_ms + held_up_ms + READING_WEIGHT * num_uncached_tokens * usual.ms_per_token,
                 own_ms=predicted_ms,
-                load=(worker.num_given_tokens, worker.num_sequences),
+                rank=(worker.num_given_tokens, worker.num_sequences, worker.id),
                 num_uncached_tokens=num_uncached_tokens,
                 predicted_ms=predicted_ms,
             )
