@@ -151,9 +151,9 @@ class Worker:
 class WorkerRegistry:
     """Registered lives by name, at most one a name, and for each name the newest life that was lost.
 
-    `max_model_tokens` is the longest prompt and answer together that all of them, and the cluster file, take,
-    `max_decode_blocks` the size of the largest decode worker; None while unknown. `are_pools_whole`: there are prefill pools, and as many workers of
-    either role as the cluster file has.
+    `max_model_tokens` is the longest prompt and answer together that all of them, and the cluster file, take;
+    `max_decode_blocks` is the size of the largest decode worker; None while unknown. `are_pools_whole`: there are
+    prefill pools, and as many workers of either role as the cluster file has.
     """
 
     def __init__(self, config: ClusterConfig) -> None:

@@ -94,8 +94,9 @@ class Wait:
 class Option:
     """A worker that could take it, and at what cost.
 
-    `rank`: how heavy its load is, in two numbers, and its id: the least is taken among equals. `own_ms`: what of the cost is the request's own time, and not that of others. `predicted_ms`: time per output token
-    of a decode worker; of a prefill worker the time until the prompt is read.
+    `own_ms`: what of the cost is the request's own time, and not that of others. `rank`: how heavy its load is, in two
+    numbers, and its id; the least one is taken of those that cost the same. `predicted_ms`: time per output token of a
+    decode worker; of a prefill worker the time until the prompt is read.
     """
 
     worker: WorkerLike
