@@ -71,6 +71,7 @@ def _view_routes(parts: Parts) -> RoutesView:
         links=parts.links,
         rules=parts.config.disaggregation,
         hand_over=parts.hand_over.usual,
+        max_tpot_ms=parts.config.slo.tpot_ms,
     )
     most = parts.workers.max_model_tokens or 0
     routes = parts.routes
@@ -163,6 +164,7 @@ def _view_admission(parts: Parts, now_ns: int) -> AdmissionView:
         queue_limit=parts.queue.limit,
         num_queued_tokens=parts.queue.num_tokens,
         slo_ttft_ms=parts.config.slo.ttft_ms,
+        slo_tpot_ms=parts.config.slo.tpot_ms,
         refusals=tuple((cause, count) for cause, count in parts.tenants.refusals.items() if count),
         tenants=tuple(_view_tenant(parts, tenant, now_ns) for tenant in parts.tenants.all()[:_MAX_TENANTS_SHOWN]),
     )

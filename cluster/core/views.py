@@ -115,6 +115,7 @@ class AdmissionView:
     queue_limit: int
     num_queued_tokens: int
     slo_ttft_ms: int | None
+    slo_tpot_ms: float | None
     refusals: tuple[tuple[RefusalCause, int], ...]
     tenants: tuple[TenantView, ...]
 

@@ -62,12 +62,12 @@ _READ_GENERATE = reader(inference_pb2.GenerateRequest)
 
 
 def _unknown_field(message: Message) -> str | None:
-    """The path of the first field that its message's type does not have, ending in its number; None if all are known."""
+    """The path of the first field that its message's type does not have, by its number; None if all are known."""
     unknown = UnknownFieldSet(message)
     if len(unknown):
         return f"field {unknown[0].field_number}"
     for field, value in message.ListFields():
-        if field.type != FieldDescriptor.TYPE_MESSAGE or field.message_type.GetOptions().map_entry:
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
             continue
         for one in value if isinstance(value, Sequence) else [value]:
             inner = _unknown_field(one)

@@ -79,6 +79,7 @@ def _admission_status(view: AdmissionView) -> admin_pb2.AdmissionStatus:
         refusals=[admin_pb2.RefusalCount(cause=cause.value, count=count) for cause, count in view.refusals],
         tenants=[_tenant_status(tenant) for tenant in view.tenants],
         slo_ttft_ms=view.slo_ttft_ms,
+        slo_tpot_ms=view.slo_tpot_ms,
     )
 
 

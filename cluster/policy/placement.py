@@ -24,6 +24,7 @@ from cluster.policy.costs import StepCosts, WorkerLike, push_ms, read_ms, tpot_m
 from cluster.policy.decision import (
     NO_ROOM,
     READING_WEIGHT,
+    TOO_SLOW,
     Candidates,
     Cause,
     Option,
@@ -31,6 +32,7 @@ from cluster.policy.decision import (
     Wait,
     best,
     has_room,
+    keeps_tpot,
     may_read,
     reads,
     starts_soon,
@@ -108,13 +110,14 @@ def place(
         why_local: if given, decode is to read the prompt itself, for this reason.
     """
     prefill = () if why_local else candidates.prefill
-    options = _decode_options(demand, candidates, prefill, excluded)
+    roomy = _decode_options(demand, candidates, prefill, excluded)
+    options = [option for option in roomy if keeps_tpot(option.worker, option.predicted_ms, candidates.max_tpot_ms)]
     decode = best(options)
     if not candidates.decode:
         return Wait(reason="no decode worker is alive")
     if decode is None:
         readers = _prefill_options(demand, candidates, None) if prefill else []
-        return place_staying(demand, candidates, readers, None) or Wait(reason=NO_ROOM)
+        return place_staying(demand, candidates, readers, None) or Wait(reason=TOO_SLOW if roomy else NO_ROOM)
     if why_local:
         return _place_local(demand, decode, Cause.TRANSFER_FAILED, why_local)
     if not prefill:

@@ -306,12 +306,15 @@ class AdmissionStatus(_message.Message):
     REFUSALS_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     SLO_TTFT_MS_FIELD_NUMBER: _builtins.int
+    SLO_TPOT_MS_FIELD_NUMBER: _builtins.int
     queue_limit: _builtins.int
     """Requests that may wait."""
     num_queued_tokens: _builtins.int
     """Tokens to be read for those that do."""
     slo_ttft_ms: _builtins.int
     """The cluster file's limit on the time to a first token; unset: none."""
+    slo_tpot_ms: _builtins.float
+    """And on the time per output token; unset: none."""
     @_builtins.property
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusalCount]:
         """In this life of the coordinator."""
@@ -328,13 +331,19 @@ class AdmissionStatus(_message.Message):
         refusals: _abc.Iterable[Global___RefusalCount] | None = ...,
         tenants: _abc.Iterable[Global___TenantStatus] | None = ...,
         slo_ttft_ms: _builtins.int | None = ...,
+        slo_tpot_ms: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_slo_ttft_ms", b"_slo_ttft_ms", "slo_ttft_ms", b"slo_ttft_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_slo_tpot_ms", b"_slo_tpot_ms", "_slo_ttft_ms", b"_slo_ttft_ms", "slo_tpot_ms", b"slo_tpot_ms", "slo_ttft_ms", b"slo_ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slo_ttft_ms", b"_slo_ttft_ms", "num_queued_tokens", b"num_queued_tokens", "queue_limit", b"queue_limit", "refusals", b"refusals", "slo_ttft_ms", b"slo_ttft_ms", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slo_tpot_ms", b"_slo_tpot_ms", "_slo_ttft_ms", b"_slo_ttft_ms", "num_queued_tokens", b"num_queued_tokens", "queue_limit", b"queue_limit", "refusals", b"refusals", "slo_tpot_ms", b"slo_tpot_ms", "slo_ttft_ms", b"slo_ttft_ms", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__slo_tpot_ms: _TypeAlias = _typing.Literal["slo_tpot_ms"]  # noqa: Y015
+    _WhichOneofArgType__slo_tpot_ms: _TypeAlias = _typing.Literal["_slo_tpot_ms", b"_slo_tpot_ms"]  # noqa: Y015
     _WhichOneofReturnType__slo_ttft_ms: _TypeAlias = _typing.Literal["slo_ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__slo_ttft_ms: _TypeAlias = _typing.Literal["_slo_ttft_ms", b"_slo_ttft_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slo_tpot_ms) -> _WhichOneofReturnType__slo_tpot_ms | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__slo_ttft_ms) -> _WhichOneofReturnType__slo_ttft_ms | None: ...
 
 Global___AdmissionStatus: _TypeAlias = AdmissionStatus  # noqa: Y015
