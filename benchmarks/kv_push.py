@@ -2,7 +2,7 @@
 
 Blocks lie scattered over both pools and go in writes as a push posts them; a move counts as over when the receiver has
 said that it has everything. Its limit for shm is one thread's memcpy of as many bytes in one call between the same
-memory, for nixl and ucx the bare library with the same descriptors (ucx's receives are posted within the time, as nobody
+memory, for nixl and ucx the bare library with the same descriptors (ucx's receives are posted within the time: nobody
 knows of a push before it begins). All sides take turns round by round, sender and receiver with a core each; of a
 side's two runs in a round the faster counts, and ratios are medians over rounds. "One request's push" is what
 reservation, opening, descriptors, notifications and commit take beside the copy, on workers that are otherwise idle. A
