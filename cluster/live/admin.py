@@ -17,6 +17,7 @@ from cluster.core.views import (
     DrainView,
     LeaseView,
     PoolView,
+    PressureView,
     RoutesView,
     TenantView,
     WorkerView,
@@ -69,6 +70,16 @@ def status_response(
         metrics_address=metrics_address,
         num_poison=view.num_poison,
         admission=_admission_status(view.admission),
+        pressure=_pressure_status(view.pressure),
+    )
+
+
+def _pressure_status(view: PressureView) -> admin_pb2.PressureStatus:
+    return admin_pb2.PressureStatus(
+        prefill=view.prefill,
+        decode=view.decode,
+        push=view.push,
+        limiting_role="" if view.limiting is None else view.limiting.value,
     )
 
 

@@ -165,6 +165,7 @@ class GetStatusResponse(_message.Message):
     ROUTES_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     NUM_POISON_FIELD_NUMBER: _builtins.int
+    PRESSURE_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     model: _builtins.str
     epoch: _builtins.int
@@ -190,6 +191,8 @@ class GetStatusResponse(_message.Message):
     def routes(self) -> Global___RoutesStatus:
         """Unset where there is no prefill pool."""
 
+    @_builtins.property
+    def pressure(self) -> Global___PressureStatus: ...
     def __init__(
         self,
         *,
@@ -206,14 +209,48 @@ class GetStatusResponse(_message.Message):
         routes: Global___RoutesStatus | None = ...,
         metrics_address: _builtins.str = ...,
         num_poison: _builtins.int = ...,
+        pressure: Global___PressureStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "routes", b"routes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "pressure", b"pressure", "routes", b"routes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "cluster", b"cluster", "epoch", b"epoch", "links", b"links", "metrics_address", b"metrics_address", "model", b"model", "num_fronts", b"num_fronts", "num_poison", b"num_poison", "num_queued", b"num_queued", "num_running", b"num_running", "pools", b"pools", "routes", b"routes", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "cluster", b"cluster", "epoch", b"epoch", "links", b"links", "metrics_address", b"metrics_address", "model", b"model", "num_fronts", b"num_fronts", "num_poison", b"num_poison", "num_queued", b"num_queued", "num_running", b"num_running", "pools", b"pools", "pressure", b"pressure", "routes", b"routes", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class PressureStatus(_message.Message):
+    """How near workers are, on average, to where they are given nothing more, which is 1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    PUSH_FIELD_NUMBER: _builtins.int
+    LIMITING_ROLE_FIELD_NUMBER: _builtins.int
+    prefill: _builtins.float
+    """What prefill workers have to read; the nearest of decode workers' limits (blocks, sequences, time per token)."""
+    decode: _builtins.float
+    push: _builtins.float
+    """Blocks of prefill workers that have nothing to read: KV that decode has not taken over."""
+    limiting_role: _builtins.str
+    """"prefill" or "decode": what limits the cluster. Empty: neither."""
+    def __init__(
+        self,
+        *,
+        prefill: _builtins.float = ...,
+        decode: _builtins.float = ...,
+        push: _builtins.float = ...,
+        limiting_role: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "limiting_role", b"limiting_role", "prefill", b"prefill", "push", b"push"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PressureStatus: _TypeAlias = PressureStatus  # noqa: Y015
 
 @_typing.final
 class RoutesStatus(_message.Message):
