@@ -33,7 +33,7 @@ FREQUENT_FAULTS = (FaultKind.DATA, FaultKind.DATA, FaultKind.PAUSE, FaultKind.PA
 NEEDS_CHECKSUMS = ("corrupt", "skip_data")
 
 TENANTS = ("", "a", "b")
-LARGE_EVERY = 25
+LARGE_EVERY = 50
 """One history in so many is of a large cluster; the others are small, where faults meet more often."""
 LIMITED_EVERY = 8
 """Histories in which the cluster has a limit on the time to a first token, and as many with quotas."""
