@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
@@ -51,7 +52,7 @@ class Candidates:
     max_tpot_ms: float | None = None
 
 
-class Cause(Enum):
+class Cause(StrEnum):
     """Why a request takes its way: a push is the rule, all else has one of few causes.
 
     DECODE_FULL and DECODE_SLOW let it stay on prefill. All others have decode read it: BREAK_EVEN because that is
@@ -94,16 +95,17 @@ class Wait:
 
 @dataclass(slots=True, kw_only=True)
 class Option:
-    """A worker that could take it: at what cost, and how heavy its load is (compared in order).
+    """A worker that could take it, and at what cost.
 
-    `own_ms`: what of the cost is the request's own time, and not that of others. `predicted_ms`: time per output token
-    of a decode worker; of a prefill worker the time until the prompt is read.
+    `own_ms`: what of the cost is the request's own time, and not that of others. `rank`: how heavy its load is, in two
+    numbers, and its id; the least one is taken of those that cost the same. `predicted_ms`: time per output token of a
+    decode worker; of a prefill worker the time until the prompt is read.
     """
 
     worker: WorkerLike
     cost_ms: float
     own_ms: float
-    load: tuple[int, int]
+    rank: tuple[int, int, WorkerId]
     num_uncached_tokens: int
     predicted_ms: float
 
@@ -116,12 +118,11 @@ def starts_soon(worker: WorkerLike, num_held_tokens: int = 0) -> bool:
 
 def best(options: list[Option]) -> Option | None:
     """The one with the lightest load of those that cost nearly the least."""
-    limit_ms = min((option.cost_ms + NEARLY * option.own_ms for option in options), default=0.0)
-    return min(
-        (option for option in options if option.cost_ms <= limit_ms),
-        key=lambda option: (option.load, option.worker.id),
-        default=None,
-    )
+    if not options:
+        return None
+    limit_ms = min([option.cost_ms + NEARLY * option.own_ms for option in options])
+    nearly = [option for option in options if option.cost_ms <= limit_ms]
+    return min(nearly, key=attrgetter("rank"))
 
 
 def has_room(worker: WorkerLike, num_blocks: int, num_sequences: int) -> bool:
