@@ -24,6 +24,7 @@ READING_WEIGHT: Final = 3
 """What is read keeps a worker from the prompts of others: each token counts so many times besides the request's own
 wait. Without it busy holders are passed over too readily, and what they hold is computed again."""
 NO_ROOM: Final = "no decode worker has room"
+TOO_SLOW: Final = "no decode worker with room would keep to slo.tpot_ms"
 NEARLY: Final = 0.1
 """Costs count as equal to the least up to this share of the request's own time more: predictions are no better than
 that. What reading costs others is the larger part of a long prompt's cost, and the same share of it would let the
@@ -39,6 +40,7 @@ class Candidates:
         num_held_blocks: of the prompt's beginning, by worker, as far as is known (a hint); never with its last token.
         links: between them.
         rules: when a request takes another way than a push. hand_over: what a push has cost besides reading.
+        max_tpot_ms: what a token of a worker's answers may take at most; None for no limit.
     """
 
     prefill: tuple[WorkerLike, ...]
@@ -47,6 +49,7 @@ class Candidates:
     links: LinksLike
     rules: DisaggregationConfig = ALWAYS_PUSHED
     hand_over: HandOver = field(default_factory=HandOver)
+    max_tpot_ms: float | None = None
 
 
 class Cause(StrEnum):
@@ -128,6 +131,12 @@ def has_room(worker: WorkerLike, num_blocks: int, num_sequences: int) -> bool:
         return True
     has_blocks = worker.num_promised_blocks + num_blocks <= worker.num_total_blocks
     return has_blocks and worker.num_sequences + num_sequences <= worker.max_running
+
+
+def keeps_tpot(worker: WorkerLike, token_ms: float, max_tpot_ms: float | None) -> bool:
+    """Whether a worker may be given an answer with which a token of each would take so long. An idle one may: no other
+    would be quicker, and costs that were measured on a bad day are so measured again."""
+    return max_tpot_ms is None or worker.num_sequences == 0 or token_ms <= max_tpot_ms
 
 
 def writes(option: Option) -> str:

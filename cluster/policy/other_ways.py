@@ -27,6 +27,7 @@ from cluster.policy.decision import (
     Placement,
     best,
     has_room,
+    keeps_tpot,
     may_read,
     reads,
     writes,
@@ -121,6 +122,7 @@ def place_staying(
         if (
             (decode is None or _is_much_slower(decode.predicted_ms, token_ms, rules))
             and has_room(worker, demand.num_expected_blocks, demand.num_sequences)
+            and keeps_tpot(worker, token_ms, candidates.max_tpot_ms)
             and why_not_staying(worker, num_context_tokens, demand.num_sequences, block_size, usual) is None
         ):
             cost_ms = reader.cost_ms + demand.num_emitted * token_ms

@@ -24,6 +24,7 @@ from cluster.policy.costs import StepCosts, WorkerLike, decode_step_ms, push_ms,
 from cluster.policy.decision import (
     NO_ROOM,
     READING_WEIGHT,
+    TOO_SLOW,
     Candidates,
     Cause,
     Option,
@@ -31,6 +32,7 @@ from cluster.policy.decision import (
     Wait,
     best,
     has_room,
+    keeps_tpot,
     may_read,
     reads,
     starts_soon,
@@ -109,13 +111,15 @@ def place(
     """
     prefill = () if why_local else candidates.prefill
     usual, usual_reader = usual_costs(candidates.decode), usual_costs(candidates.prefill)
-    options = _decode_options(demand, candidates, prefill, excluded, usual)
+    roomy = _decode_options(demand, candidates, prefill, excluded, usual)
+    options = [option for option in roomy if keeps_tpot(option.worker, option.predicted_ms, candidates.max_tpot_ms)]
     decode = best(options)
     if not candidates.decode:
         return Wait(reason="no decode worker is alive")
     if decode is None:
         readers = _prefill_options(demand, candidates, None, usual_reader) if prefill else []
-        return place_staying(demand, candidates, readers, None, usual) or Wait(reason=NO_ROOM)
+        other = place_staying(demand, candidates, readers, None, usual)
+        return other or Wait(reason=TOO_SLOW if roomy else NO_ROOM)
     if why_local:
         return _place_local(demand, decode, Cause.TRANSFER_FAILED, why_local)
     if not prefill:

@@ -103,6 +103,7 @@ def _capacity(parts: Parts) -> Capacity:
         writers=candidates_of(writers, (), seed),
         usual_output_tokens=parts.tenants.usual_output.mean_tokens,
         block_size=parts.config.kv.block_size,
+        max_tpot_ms=parts.config.slo.tpot_ms,
     )
 
 

@@ -96,6 +96,7 @@ def _candidates(parts: Parts, request: Request) -> Candidates:
         links=parts.links,
         rules=parts.config.disaggregation,
         hand_over=parts.hand_over.usual,
+        max_tpot_ms=parts.config.slo.tpot_ms,
     )
 
 
