@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import gc
 import logging
 import signal
@@ -30,7 +31,7 @@ from cluster.live.config_file import read_cluster_file
 from cluster.live.driver import Driver
 from cluster.live.environment import DISTRIBUTION
 from cluster.live.hosted_loop import OnReady
-from cluster.live.journal import Journal, JournalSettings
+from cluster.live.journal import Journal, JournalSettings, latest_epoch
 from cluster.live.metrics import CoordinatorMetrics
 from cluster.live.program_host import log_to_stderr
 from cluster.live.services import AdminService, ControlService
@@ -51,7 +52,8 @@ GC_THRESHOLDS: Final = (100_000, 20, 100)
 class CoordinatorSettings:
     """Attributes:
     config: the whole cluster's configuration.
-    epoch: rises with every life of the coordinator.
+    epoch: rises with every life of the coordinator. Where the journal knows one as high it is raised above that: the
+        clock, which it mostly comes from, may have been set back, or another life begun in the same second.
     host, port: where to listen; port 0 takes any free one.
     journal_dir: where the journal goes, None for nowhere; its sizes are in the configuration.
     """
@@ -82,6 +84,7 @@ async def run_coordinator(
         Exception: what ClusterState raised, which is a bug; the process should end and start anew.
     """
     gc.set_threshold(*GC_THRESHOLDS)
+    settings = _above_earlier_lives(settings)
     reaper = WorkerReaper() if end_remote is None else WorkerReaper(end_remote)
     state = ClusterState(settings.config, epoch=settings.epoch)
     driver = Driver(
@@ -111,6 +114,13 @@ async def run_coordinator(
         driver.close()
         await server.stop(STOP_GRACE_S)
         reaper.close()
+
+
+def _above_earlier_lives(settings: CoordinatorSettings) -> CoordinatorSettings:
+    """Two lives of one epoch would write the same journal files, the later one over the earlier one's."""
+    if settings.journal_dir is None:
+        return settings
+    return dataclasses.replace(settings, epoch=max(settings.epoch, 1 + latest_epoch(settings.journal_dir)))
 
 
 def _open_journal(settings: CoordinatorSettings, state: ClusterState) -> Journal | None:

@@ -124,3 +124,9 @@ class Journal:
 def journal_files(directory: Path) -> list[Path]:
     """In the order in which they were begun."""
     return sorted(directory.glob(f"*{SUFFIX}"))
+
+
+def latest_epoch(directory: Path) -> int:
+    """Of the lives that have written a journal there, 0 if there is none."""
+    epochs = (path.name.partition("-")[0] for path in journal_files(directory))
+    return max((int(epoch) for epoch in epochs if epoch.isdecimal()), default=0)

@@ -271,6 +271,8 @@ def _check_answers(chaos: Chaos, asked: list[Asked]) -> None:
     answered = [one for one in asked if one.is_answered]
     asked_to_the_end = [one for one in asked if not one.has_left and not _is_cut_off(chaos, one)]
     assert len(answered) >= len(asked_to_the_end) * MIN_ANSWERED
+    num_convicted = sum(one.error is not None and one.error.code() is grpc.StatusCode.INTERNAL for one in asked)
+    assert num_convicted <= chaos.num_restarts.total(), "a worker that ends convicts at most one request"
     assert any(one.num_attempts > 1 for one in answered), "no fault hit a running request"
     assert any(_spans_outage(chaos, one) for one in answered), "no coordinator ended in the midst of an answer"
 

@@ -20,6 +20,7 @@ from cluster.front.client_output import ClientOutput
 from cluster.front.output_text import TextPiece
 from cluster.front.request_spec import RequestLimits, RequestSpec
 from cluster.front.sessions import Sessions
+from cluster.live.replay import find_files, replay_file
 from cluster.wire.channels import make_channel
 from engine.core.request import RequestBody
 from tests.support.engine_model import engine_alone, write_tiny_model
@@ -70,11 +71,11 @@ class Cluster:
         self.sessions = Sessions(FrontId("front", 1), self.address, LIMITS)
         self.coordinator: asyncio.subprocess.Process
 
-    async def start_coordinator(self, epoch: int) -> None:
+    async def start_coordinator(self, epoch: int, *arguments: str) -> None:
         with (self.folder / f"coordinator-{epoch}.log").open("wb") as log:
             self.coordinator = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "cluster.live.coordinator", "-f", str(self.file)),
-                *("--port", str(self.port), "--epoch", str(epoch)),
+                *("--port", str(self.port), "--epoch", str(epoch), *arguments),
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
@@ -156,3 +157,19 @@ def test_answers_go_on_when_the_coordinator_is_killed_and_started_again(tmp_path
             assert status.epoch == 2
 
     asyncio.run(scenario())
+
+
+def test_two_lives_that_are_given_one_epoch_keep_both_their_journals(tmp_path: Path) -> None:
+    """As where both begin in the same second, the first of which is killed at once."""
+    model, journal = tmp_path / "model", tmp_path / "journal"
+    write_tiny_model(model, max_position_embeddings=CONTEXT)
+
+    async def scenario() -> None:
+        cluster = Cluster(model, tmp_path)
+        for _ in range(2):
+            await cluster.start_coordinator(5, "--journal", str(journal))
+            cluster.coordinator.kill()
+            await cluster.coordinator.wait()
+
+    asyncio.run(scenario())
+    assert [replay_file(path).header.epoch for path in find_files(journal)] == [5, 6]

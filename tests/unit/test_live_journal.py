@@ -14,7 +14,7 @@ from cluster.core.events import Event, FromFront, FrontGone
 from cluster.core.ids import FrontId, Role
 from cluster.core.messages import FrontHello, Submit
 from cluster.core.state import ClusterState
-from cluster.live.journal import Journal, JournalSettings, journal_files
+from cluster.live.journal import Journal, JournalSettings, journal_files, latest_epoch
 from cluster.live.replay import find_files, replay_file
 from cluster.wire.journal import LENGTH_BYTES, JournalError, decode_header, read_records, write_record
 
@@ -178,3 +178,11 @@ def test_there_is_no_journal_where_there_is_none(tmp_path: Path) -> None:
     empty.write_bytes(b"")
     with pytest.raises(JournalError, match="is empty"):
         replay_file(empty)
+
+
+def test_the_latest_epoch_is_told_from_the_files_alone(folder: Path) -> None:
+    assert latest_epoch(folder) == 0
+    for epoch in (7, 1_800_000_000, 8):
+        Coordinator(folder, epoch=epoch).journal.close()
+    (folder / "notes.journal").touch()
+    assert latest_epoch(folder) == 1_800_000_000
