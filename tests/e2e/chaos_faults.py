@@ -27,6 +27,8 @@ VERY_LONG_PAUSE_S = 12.0
 """Of a coordinator: longer than fronts may take to answer a failed attempt."""
 CALM_S = (1.0, 3.0)
 """Between two faults."""
+MAX_LONGER_S = 120.0
+"""On a busy machine few requests run in the short share, and faults may miss them all."""
 KEEP_POLL_S = 0.1
 POLL_S = 0.05
 LOG_CHARACTERS = 2000
@@ -65,12 +67,19 @@ class Chaos:
     lives: list[LocalProcess] = field(default_factory=list)
     num_restarts: Counter[str] = field(default_factory=Counter)
 
-    async def storm(self, end_s: float) -> None:
-        """Until then, and through the whole first deck: a fault, some seconds of calm, the next one."""
+    async def storm(self, end_s: float, has_hit: Callable[[], bool]) -> None:
+        """Until then, and through the whole first deck: a fault, some seconds of calm, the next one.
+
+        `has_hit`: whether faults have struck running requests. It goes on for that, but for MAX_LONGER_S at most.
+        """
         self.epochs.append(await asyncio.to_thread(self._epoch))
         deck = self._deck(is_first=True)
         num_in_first = len(deck)
-        while len(self.faults) < num_in_first or time.monotonic() < end_s:
+        while (
+            len(self.faults) < num_in_first
+            or time.monotonic() < end_s
+            or (time.monotonic() < end_s + MAX_LONGER_S and not has_hit())
+        ):
             await asyncio.sleep(self.source.uniform(*CALM_S))
             deck = deck or self._deck(is_first=False)
             begin_s, fault = time.monotonic(), deck.pop()
