@@ -40,6 +40,8 @@ HUNG_S: Final = 120.0
 LEAVES: Final = 0.1
 """So many clients go away in the midst of their answers."""
 MIN_ANSWERED: Final = 0.95
+FEW: Final = 3
+"""So many may fail also where few are asked."""
 GIVEN_UP_S: Final = RequestLimits().coordinator_lost_ns / 1e9
 """Only a coordinator that has been away for longer may cost a request."""
 RETRY_S: Final = 1.0
@@ -278,7 +280,7 @@ def _check_answers(chaos: Chaos, asked: list[Asked]) -> None:
             _check_error(chaos, one, one.error)
     answered = [one for one in asked if one.is_answered]
     asked_to_the_end = [one for one in asked if not one.has_left and not _is_cut_off(chaos, one)]
-    assert len(answered) >= len(asked_to_the_end) * MIN_ANSWERED
+    assert len(asked_to_the_end) - len(answered) <= max(FEW, len(asked_to_the_end) * (1 - MIN_ANSWERED))
     num_convicted = sum(one.error is not None and one.error.code() is grpc.StatusCode.INTERNAL for one in asked)
     assert num_convicted <= chaos.num_restarts.total(), "a worker that ends convicts at most one request"
     assert _has_hit(chaos, asked), "no worker ended under an answer, or no coordinator in its midst"
