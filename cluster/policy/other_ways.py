@@ -47,7 +47,7 @@ def place_reading(
     if rules.max_local_tokens == 0:
         return None
     usual = _usual_of_decode(candidates)
-    able = [option for option in options if may_read(demand, option)]
+    able = [option for option in options if may_read(option)]
     if rules.max_local_tokens is not None:
         option = best([option for option in able if option.num_uncached_tokens <= rules.max_local_tokens])
         if option is None:

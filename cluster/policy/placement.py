@@ -2,9 +2,9 @@
 
 Decode comes first (it holds the request longer): the one where the answer should be written soonest, that is by the
 predicted time per output token and what of the prompt would have to be pushed there. Then prefill, by the predicted
-time until the prompt is read and pushed, which depends on what has to be read before it and on what of it is not cached
-there; the latter counts again, since others have to wait for it. Both or neither. Among nearly equals the one with the
-lightest load is taken, then the smallest worker id.
+time until the prompt is read and pushed, which depends on what has to be read before it and on what of it is neither
+cached there nor worth fetching from another worker; the latter counts again, since others have to wait for it. Both or
+neither. Among nearly equals the one with the lightest load is taken, then the smallest worker id.
 
 That a conversation comes back to the workers that hold its beginning follows from this; there is no rule for it.
 
@@ -22,6 +22,8 @@ from cluster.core.ids import Route, WorkerId
 from cluster.core.output_estimate import UNMEASURED_OUTPUT_TOKENS
 from cluster.policy.costs import StepCosts, WorkerLike, push_ms, read_ms, tpot_ms, usual_costs
 from cluster.policy.decision import (
+    NEARLY,
+    NEARLY_READ,
     NO_ROOM,
     READING_WEIGHT,
     Candidates,
@@ -37,6 +39,7 @@ from cluster.policy.decision import (
     writes,
 )
 from cluster.policy.other_ways import place_reading, place_staying
+from cluster.policy.prefix_fetch import PrefixFetch, fetch_of
 
 __all__ = ["Candidates", "Demand", "Placement", "Wait", "break_even_tokens", "demand_of", "place"]
 
@@ -126,7 +129,7 @@ def place(
     other = place_reading(demand, candidates, options, readers) or place_staying(demand, candidates, readers, decode)
     if other is not None:
         return other
-    reader = best([option for option in readers if may_read(demand, option)])
+    reader = best([option for option in readers if may_read(option)])
     if reader is None:
         return Wait(reason="no prefill worker can start soon")
     return Placement(
@@ -186,9 +189,10 @@ def _decode_option(
     return Option(
         worker=worker,
         cost_ms=own_ms + others_ms,
-        own_ms=own_ms,
+        slack_ms=NEARLY * own_ms,
         load=(worker.num_promised_blocks - num_held_blocks - worker.num_total_blocks, worker.num_sequences),
         num_uncached_tokens=num_uncached_tokens,
+        num_bound_tokens=num_held_blocks * demand.block_size,
         predicted_ms=token_ms,
     )
 
@@ -197,12 +201,19 @@ def _prefill_options(demand: Demand, candidates: Candidates, decode: WorkerLike 
     """What costs is the reading, or the push to `decode` where that is slower: they go on at the same time. Answers
     that are written there wait for it as well. Whether it can start soon is not asked here."""
     usual = usual_costs(candidates.prefill)
+    fetches = _fetches(demand, candidates, usual)
+    num_fetchable_blocks = max((fetch.num_blocks for fetch in fetches.values()), default=0)
     options = []
     for worker in candidates.prefill:
         if not has_room(worker, demand.num_read_blocks, 1):
             continue
-        num_uncached_tokens = demand.num_tokens - _num_held_tokens(demand, candidates, worker)
+        num_own_blocks = candidates.num_held_blocks.get(worker.id, 0)
+        fetch = fetches.get(worker.id)
+        num_held_blocks = num_own_blocks if fetch is None else fetch.num_blocks
+        num_uncached_tokens = demand.num_tokens - num_held_blocks * demand.block_size
         predicted_ms = read_ms(worker, num_uncached_tokens, usual)
+        if fetch is not None:  # while that comes, what is before it is read
+            predicted_ms += max(0.0, fetch.predicted_ms - read_ms(worker, 0, usual))
         if decode is not None:
             num_pushed_blocks = demand.num_read_blocks - candidates.num_held_blocks.get(decode.id, 0)
             pushed_ms = read_ms(worker, 0, usual) + push_ms(candidates.links, worker, decode, num_pushed_blocks)
@@ -212,13 +223,25 @@ def _prefill_options(demand: Demand, candidates: Candidates, decode: WorkerLike 
             Option(
                 worker=worker,
                 cost_ms=predicted_ms + held_up_ms + _others_ms(num_uncached_tokens, usual),
-                own_ms=predicted_ms,
+                slack_ms=NEARLY_READ * predicted_ms,
                 load=(worker.num_given_tokens, worker.num_sequences),
                 num_uncached_tokens=num_uncached_tokens,
+                num_bound_tokens=max(0, num_own_blocks - num_fetchable_blocks) * demand.block_size,
                 predicted_ms=predicted_ms,
             )
         )
     return options
+
+
+def _fetches(demand: Demand, candidates: Candidates, usual: StepCosts) -> dict[WorkerId, PrefixFetch]:
+    """What each prefill worker would fetch, if it were to read the prompt."""
+    fetches = {}
+    for worker in candidates.prefill if candidates.sources else ():
+        num_own_blocks = candidates.num_held_blocks.get(worker.id, 0)
+        fetch = fetch_of(worker, candidates.sources, num_own_blocks, demand.block_size, candidates.links, usual)
+        if fetch is not None:
+            fetches[worker.id] = fetch
+    return fetches
 
 
 def _others_ms(num_tokens: int, usual: StepCosts) -> float:
@@ -229,7 +252,7 @@ def _others_ms(num_tokens: int, usual: StepCosts) -> float:
 def _place_local(demand: Demand, option: Option, cause: Cause, why: str) -> Placement | Wait:
     """Decode reads, since nothing else is possible."""
     worker = option.worker
-    if not may_read(demand, option):
+    if not may_read(option):
         return Wait(reason=f"{why}, and {worker.id} cannot start soon")
     return Placement(
         prefill=None,

@@ -16,6 +16,7 @@ from cluster.core.leases import Lease, Side
 from cluster.core.limits import EXCLUDE_AFTER_REFUSAL_NS, NS_PER_MS
 from cluster.core.messages import Placed
 from cluster.core.parts import Parts
+from cluster.core.prefix_map import HeldPrefixes
 from cluster.core.requests import Phase, Request
 from cluster.core.timers import TimerKey, TimerKind
 from cluster.core.workers import Worker
@@ -23,7 +24,7 @@ from cluster.policy.candidates import MAX_HOLDERS, candidates_of
 from cluster.policy.costs import usual_costs
 from cluster.policy.decision import Cause
 from cluster.policy.placement import Candidates, Demand, Placement, Wait, place, takes
-from cluster.policy.prefix_fetch import fetch_of
+from cluster.policy.prefix_fetch import MAX_SOURCES, fetch_of
 
 
 def place_waiting(parts: Parts, now_ns: int) -> None:
@@ -98,22 +99,29 @@ def _candidates(parts: Parts, request: Request) -> Candidates:
         links=parts.links,
         rules=parts.config.disaggregation,
         hand_over=parts.hand_over.usual,
+        sources=_sources(parts, request, held, (*found[Role.PREFILL], *found[Role.DECODE])),
     )
+
+
+def _sources(
+    parts: Parts, request: Request, held: HeldPrefixes, workers: tuple[Worker, ...]
+) -> tuple[tuple[Worker, int], ...]:
+    """Those from whom the reader could fetch most. What a worker is only expected to compute is not there yet."""
+    if not parts.config.coordinator.fetch_prefixes or request.suspicions:
+        return ()
+    told = [(worker, held.num_told_blocks_of(worker.id)) for worker in workers]
+    told = [(worker, num_blocks) for worker, num_blocks in told if num_blocks]
+    return tuple(sorted(told, key=lambda each: (-each[1], each[0].id))[:MAX_SOURCES])
 
 
 def _fetch_prefix(parts: Parts, now_ns: int, request: Request, candidates: Candidates, placement: Placement) -> None:
     """Where it is worth it, whoever reads the prompt fetches what another worker has of it, beside the attempt."""
-    if not parts.config.coordinator.fetch_prefixes or request.suspicions:
+    if not candidates.sources:
         return
     reader = _registered(parts, placement.prefill or placement.decode)
-    workers = {worker.id: worker for worker in (*candidates.prefill, *candidates.decode)}
-    held = parts.prefixes.look_up(request.chain)
-    # What a worker is only expected to compute is not there yet.
-    holders = [(worker, held.num_told_blocks_of(worker.id)) for worker in workers.values()]
-    holders = [(worker, num_blocks) for worker, num_blocks in holders if num_blocks]
     num_own_blocks = candidates.num_held_blocks.get(reader.id, 0)
-    usual = usual_costs(tuple(workers.values()))
-    fetch = fetch_of(reader, holders, num_own_blocks, parts.config.kv.block_size, parts.links, usual)
+    usual = usual_costs(candidates.prefill or candidates.decode)
+    fetch = fetch_of(reader, candidates.sources, num_own_blocks, parts.config.kv.block_size, parts.links, usual)
     if fetch is not None:
         request.attempt = request.next_attempt
         start_fetch(parts, now_ns, request, reader, fetch)
