@@ -34,7 +34,7 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
         assert request is not None and request.phase is Phase.QUEUED
         request.excluded = {worker: until for worker, until in request.excluded.items() if until > now_ns}
         demand = demand_for(parts, request)
-        candidates = keep_apart(parts, now_ns, request, _candidates(parts, request))
+        candidates = keep_apart(parts, now_ns, request, _candidates(parts, now_ns, request))
         decision = candidates if isinstance(candidates, Wait) else _decide(parts, request, demand, candidates)
         if isinstance(candidates, Wait) or isinstance(decision, Wait):
             request.waiting_for = decision.reason
@@ -51,10 +51,10 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
         watch_deadline(parts, request)
 
 
-def has_room_elsewhere(parts: Parts, request: Request) -> bool:
+def has_room_elsewhere(parts: Parts, now_ns: int, request: Request) -> bool:
     """Whether some decode worker that may be given work could take the request now, besides what it has."""
     demand = demand_for(parts, request)
-    decode = _candidates(parts, request).decode
+    decode = _candidates(parts, now_ns, request).decode
     return any(takes(worker, demand) for worker in decode if worker.id not in request.excluded)
 
 
@@ -82,7 +82,7 @@ def _source(parts: Parts, request: Request) -> Worker | None:
     return worker if worker is not None and worker.pool.device == "cpu" else None
 
 
-def _candidates(parts: Parts, request: Request) -> Candidates:
+def _candidates(parts: Parts, now_ns: int, request: Request) -> Candidates:
     """Those that hold most of the prompt, and others drawn anew for each decision."""
     seed = parts.next_seed()
     held = parts.prefixes.look_up(request.chain)
@@ -91,6 +91,8 @@ def _candidates(parts: Parts, request: Request) -> Candidates:
         holders = [_registered(parts, worker) for worker in held.longest(role, MAX_HOLDERS)]
         staying = [worker for worker in holders if not worker.is_leaving]
         found[role] = candidates_of(parts.workers.with_role(role), staying, seed)
+        for worker in found[role]:
+            worker.foresee(now_ns)
     num_held_blocks = {worker.id: held.num_blocks_of(worker.id) for workers in found.values() for worker in workers}
     return Candidates(
         prefill=found[Role.PREFILL],
@@ -258,7 +260,7 @@ def _open(parts: Parts, now_ns: int, request: Request, attempt: Attempt) -> None
     reader.expectation = parts.prefixes.expect(reader.worker, request.chain)
     parts.attempts.add(attempt)
     for leg in attempt.legs:
-        _registered(parts, leg.worker).take(leg)
+        _registered(parts, leg.worker).take(now_ns, leg)
 
 
 def _registered(parts: Parts, worker_id: WorkerId) -> Worker:
