@@ -2,10 +2,11 @@
 
 Blocks lie scattered over both pools and go in writes as a push posts them; a move counts as over when the receiver has
 said that it has everything. Its limit for shm is one thread's memcpy of as many bytes in one call between the same
-memory, for nixl and ucx the bare library with the same descriptors. All sides take turns round by round, sender and
-receiver with a core each; of a side's two runs in a round the faster counts, and ratios are medians over rounds. "One
-request's push" is what reservation, opening, descriptors, notifications and commit take beside the copy, on workers
-that are otherwise idle. A backend or library that is not there is named under `not_measured`, with the reason.
+memory, for nixl and ucx the bare library with the same descriptors (ucx's receives are posted within the time: nobody
+knows of a push before it begins). All sides take turns round by round, sender and receiver with a core each; of a
+side's two runs in a round the faster counts, and ratios are medians over rounds. "One request's push" is what
+reservation, opening, descriptors, notifications and commit take beside the copy, on workers that are otherwise idle. A
+backend or library that is not there is named under `not_measured`, with the reason.
 
 The hand-over gap, which is a matter of the whole cluster, is measured by push_overlap.py.
 """
@@ -25,7 +26,7 @@ from benchmarks.kv_wires.plans import DEMO_LAYOUT, LARGE_LAYOUT, LIMITS, POOL_BY
 from benchmarks.kv_wires.plotting import plot_speeds
 from benchmarks.kv_wires.push_cost import PROMPT_TOKENS, measure_prefill, measure_push_cost
 from benchmarks.kv_wires.rounds import FULL, SAMPLED, Samples, run_rounds
-from benchmarks.kv_wires.wires import BARE, BARE_NIXL_CMA, MEMCPY, NIXL, SHM, open_wires
+from benchmarks.kv_wires.wires import BARE, BARE_NIXL_CMA, BARE_UCX_EARLY, MEMCPY, NIXL, SHM, UCX, open_wires
 from benchmarks.report import Report, Result, arguments, at_least, at_most, finish
 from cluster.live.environment import read_environment
 from engine.model.importer import import_model
@@ -69,9 +70,10 @@ def judge_load(report: Report, name: str, samples: Samples) -> None:
             if samples.timings.get(wire + label):
                 ratio = samples.speed_ratio(wire + label, limit).median
                 report.results.append(Result(measure=f"{name}, {wire}{label}: speed / {limit}", value=ratio, unit="1"))
-    if samples.timings.get(NIXL) and samples.timings.get(BARE_NIXL_CMA):
-        ratio = samples.speed_ratio(NIXL, BARE_NIXL_CMA).median
-        report.results.append(Result(measure=f"{name}, {NIXL}: speed / {BARE_NIXL_CMA}", value=ratio, unit="1"))
+    for wire, other in ((NIXL, BARE_NIXL_CMA), (UCX, BARE_UCX_EARLY)):  # what Baton cannot do, for comparison
+        if samples.timings.get(wire) and samples.timings.get(other):
+            ratio = samples.speed_ratio(wire, other).median
+            report.results.append(Result(measure=f"{name}, {wire}: speed / {other}", value=ratio, unit="1"))
     if samples.timings.get(SHM):
         measure = f"{name}, {SHM}{{}}: sender's CPU time / {MEMCPY}'s"
         ratio = samples.cpu_ratio(SHM, MEMCPY).median

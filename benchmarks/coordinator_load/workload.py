@@ -13,6 +13,7 @@ from typing import Final
 
 from cluster.agent.translation import pack_grants
 from cluster.core.config import ClusterConfig, CoordinatorConfig, ModelConfig, PoolConfig
+from cluster.core.disaggregation import DisaggregationConfig
 from cluster.core.ids import FrontId, Role, WorkerId
 from cluster.core.messages import (
     BLOCK_HASH_BYTES,
@@ -35,6 +36,10 @@ NEW_TOKENS: Final = 128
 POOL_BLOCKS: Final = 4000
 FRONT: Final = FrontId("front-0", 1)
 TIMELINE: Final = LegTimeline(prefill_ms=600.0, push_ms=3.0, kv_bytes=47_185_920, kv_transport="shm")
+CHUNK_TOKEN_MS: Final = 2.0
+"""What a prompt token adds to a decode worker's step: so much that every prompt is pushed, after both were weighed."""
+MAX_TPOT_MS: Final = 60.0
+"""Decode may read that slowly beside its answers."""
 GRANTED: Final = pack_grants(BlockGrant(index, index, 7) for index in range(NUM_BLOCKS + 1))
 
 
@@ -46,6 +51,7 @@ def make_config(num_workers: int) -> ClusterConfig:
         pools=tuple(
             PoolConfig(name=role.value, role=role, replicas=half, kv_blocks=POOL_BLOCKS, kv_bytes=None) for role in Role
         ),
+        disaggregation=DisaggregationConfig(max_tpot_ms=MAX_TPOT_MS),
         coordinator=CoordinatorConfig(queue_limit=10_000, heartbeat_timeout_s=3600.0, queue_timeout_s=3600.0),
     )
 
@@ -69,7 +75,9 @@ def make_hello(worker: WorkerId, pool: PoolConfig, token_address: str) -> Worker
 
 def make_load() -> WorkerLoad:
     counts = BlockCounts(total=POOL_BLOCKS, free=0, active=0, cached=POOL_BLOCKS, reserved=0, quarantined=0)
-    return WorkerLoad(blocks=counts, step_ms_per_token=0.3, decode_base_ms=20.0, num_steps=100)
+    return WorkerLoad(
+        blocks=counts, step_ms_per_token=0.3, decode_base_ms=20.0, chunk_token_ms=CHUNK_TOKEN_MS, num_steps=100
+    )
 
 
 class Prompts:

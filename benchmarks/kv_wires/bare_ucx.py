@@ -1,6 +1,8 @@
-"""The ucxx library by itself moving the same descriptors: a message each, its receive posted before it is sent.
+"""The ucxx library by itself moving the same descriptors, a message each.
 
-Endpoints have error handling, as Baton's must (a dead peer would not be noticed without).
+Its receives are posted when the sender says that it begins, as in a push, which nobody knows of before; or, which is a
+line of its own, before the time is taken. Endpoints have error handling, as Baton's must (a dead peer would not be
+noticed without).
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ from kv_transfer.protocol.sampling import Checksums
 
 HOST = "127.0.0.1"
 DONE_TAG = 1 << 40
+BEGIN_TAG = DONE_TAG + 1
 
 
 class BareUcxEnd:
     """A worker over a pool like Baton's. The receiver listens, the sender connects."""
 
-    def __init__(self, is_sender: bool, is_called: IsCalled) -> None:
-        """Raises ImportError where the library is missing."""
+    def __init__(self, is_sender: bool, posts_early: bool, is_called: IsCalled) -> None:
+        """With `posts_early` the receives are posted by `prepare`. Raises ImportError where the library is missing."""
         before = dict(os.environ)
         import ucxx._lib.libucxx as ucx
         from ucxx._lib.arr import Array
@@ -35,6 +38,7 @@ class BareUcxEnd:
         os.environ.clear()
         os.environ.update(before)
         self._ucx, self._array = ucx, Array
+        self._posts_early = posts_early
         self._is_called = is_called
         self._pause_s = 0.0
         self._pool, memory = make_pool(1 if is_sender else 2)
@@ -44,6 +48,8 @@ class BareUcxEnd:
         self._worker: Any = ucx.UCXWorker(context)
         self._listener: Any = None
         self._endpoint: Any = None
+        self._expected: list[Copy] = []
+        self._begins: Any = None
         self._receives: list[Any] = []
 
     def endpoint(self) -> int:
@@ -71,19 +77,25 @@ class BareUcxEnd:
             self._wait([request])
 
     def prepare(self, load: Load, seed: int) -> int:
-        """Plans the move; the receiver posts where everything goes to. Returns the number of writes."""
+        """Plans the move. Returns the number of writes."""
         writes = scattered_writes(load, seed)
         if self._listener is not None:
-            self._post_receives([copy for write in writes for copy in write])
+            self._expected = [copy for write in writes for copy in write]
+            self._begins = self._endpoint.tag_recv(self._array(self._word), tag=self._ucx.UCXXTag(BEGIN_TAG))
+            if self._posts_early:
+                self._post_receives()
         return len(writes)
 
-    def _post_receives(self, copies: list[Copy]) -> None:
+    def _post_receives(self) -> None:
         assert self._memory is not None
-        for number, copy in enumerate(copies):
+        for number, copy in enumerate(self._expected):
             piece = self._memory[copy.target_bytes : copy.target_bytes + copy.size_bytes]
             self._receives.append(self._endpoint.tag_recv(self._array(piece), tag=self._ucx.UCXXTag(number)))
 
     def receive(self, num_writes: int) -> None:
+        self._wait([self._begins])
+        if not self._posts_early:
+            self._post_receives()
         self._wait(self._receives)
         self._wait([self._endpoint.tag_send(self._array(self._word), tag=self._ucx.UCXXTag(DONE_TAG))])
         self.serve()
@@ -98,7 +110,8 @@ class BareUcxEnd:
         num_posted = 0
         watch = Stopwatch()
         done = self._endpoint.tag_recv(self._array(self._word), tag=self._ucx.UCXXTag(DONE_TAG))
-        while not done.completed:
+        begin = self._endpoint.tag_send(self._array(np.zeros(8, dtype=np.uint8)), tag=self._ucx.UCXXTag(BEGIN_TAG))
+        while not (done.completed and begin.completed).completed:
             while num_posted < len(copies) and len(in_flight) < max_in_flight:
                 copy = copies[num_posted]
                 piece = self._memory[copy.source_bytes : copy.source_bytes + copy.size_bytes]

@@ -7,11 +7,11 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.kv_wires.rounds import Samples
-from benchmarks.kv_wires.wires import BARE_NIXL, BARE_NIXL_CMA, BARE_UCX, MEMCPY, NIXL, SHM, UCX
+from benchmarks.kv_wires.wires import BARE_NIXL, BARE_NIXL_CMA, BARE_UCX, BARE_UCX_EARLY, MEMCPY, NIXL, SHM, UCX
 
-LIMIT_OF = {MEMCPY: SHM, BARE_NIXL: NIXL, BARE_NIXL_CMA: NIXL, BARE_UCX: UCX}
+LIMIT_OF = {MEMCPY: SHM, BARE_NIXL: NIXL, BARE_NIXL_CMA: NIXL, BARE_UCX: UCX, BARE_UCX_EARLY: UCX}
 COLORS = {SHM: "#4477aa", NIXL: "#228833", UCX: "#ee6677"}
-STYLES = {MEMCPY: "--", BARE_NIXL: "--", BARE_NIXL_CMA: ":", BARE_UCX: "--"}
+STYLES = {MEMCPY: "--", BARE_NIXL: "--", BARE_NIXL_CMA: ":", BARE_UCX: "--", BARE_UCX_EARLY: ":"}
 
 
 def plot_speeds(sweep: Sequence[Samples], marks: Mapping[str, int], path: Path) -> None:

@@ -14,9 +14,10 @@ from benchmarks.kv_wires.transport_end import RECEIVER, SENDER, TransportEnd
 from kv_transfer.protocol.sampling import Checksums
 
 MEMCPY, SHM, NIXL, UCX = "memcpy", "shm", "nixl", "ucx"
-BARE_NIXL, BARE_NIXL_CMA, BARE_UCX = "nixl library", "nixl library with CMA", "ucxx library"
+BARE_NIXL, BARE_NIXL_CMA = "nixl library", "nixl library with CMA"
+BARE_UCX, BARE_UCX_EARLY = "ucxx library", "ucxx library, receives posted before"
 BARE = {NIXL: BARE_NIXL, UCX: BARE_UCX}
-BARE_NAMES = (BARE_NIXL, BARE_NIXL_CMA, BARE_UCX)
+BARE_NAMES = (BARE_NIXL, BARE_NIXL_CMA, BARE_UCX, BARE_UCX_EARLY)
 PAUSE_S = 50e-6
 
 Make = Callable[[IsCalled], object]
@@ -25,7 +26,8 @@ ENDS: dict[str, tuple[Make, Make]] = {
     BARE_NIXL: (partial(BareNixlEnd, SENDER_NAME, FENCEABLE), partial(BareNixlEnd, RECEIVER_NAME, FENCEABLE)),
     BARE_NIXL_CMA: (partial(BareNixlEnd, SENDER_NAME, ""), partial(BareNixlEnd, RECEIVER_NAME, "")),
     NIXL: (partial(TransportEnd, NIXL, SENDER), partial(TransportEnd, NIXL, RECEIVER)),
-    BARE_UCX: (partial(BareUcxEnd, True), partial(BareUcxEnd, False)),
+    BARE_UCX: (partial(BareUcxEnd, True, False), partial(BareUcxEnd, False, False)),
+    BARE_UCX_EARLY: (partial(BareUcxEnd, True, True), partial(BareUcxEnd, False, True)),
     UCX: (partial(TransportEnd, UCX, SENDER), partial(TransportEnd, UCX, RECEIVER)),
 }
 

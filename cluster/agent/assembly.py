@@ -11,7 +11,8 @@ import socket
 from cluster.agent.limits import AgentLimits, WorkerStateConfig
 from cluster.agent.pool import TransportPool, open_pool
 from cluster.agent.settings import RoleProfile, WorkerSettings
-from cluster.core.commands import Prefill, RunLocal
+from cluster.core.commands import RunLocal
+from cluster.core.ids import Role
 from cluster.core.limits import NS_PER_S
 from cluster.core.messages import RankEndpoint, WorkerHello, WorkerLoad, WorkerRef
 from engine.attention.base import LayerWritten
@@ -110,7 +111,7 @@ def load_engine(settings: WorkerSettings, profile: RoleProfile) -> Engine:
     )
     scheduler = _scheduler_config(settings, profile, config)
     takes_pushes = settings.device == "cpu"
-    if not takes_pushes and Prefill in profile.accepts:
+    if not takes_pushes and settings.role is Role.PREFILL:
         raise ValueError(
             f"device: a {settings.role.value} worker pushes KV, and {settings.device} memory is not pushed yet"
         )

@@ -16,6 +16,7 @@ def admission_json(admission: admin_pb2.AdmissionStatus) -> dict[str, Any]:
         "queue_limit": admission.queue_limit,
         "queued_tokens": admission.num_queued_tokens,
         "slo_ttft_ms": admission.slo_ttft_ms if admission.HasField("slo_ttft_ms") else None,
+        "slo_tpot_ms": admission.slo_tpot_ms if admission.HasField("slo_tpot_ms") else None,
         "refusals": {refusal.cause: refusal.count for refusal in admission.refusals},
         "tenants": [_tenant_json(tenant) for tenant in admission.tenants],
     }

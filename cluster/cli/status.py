@@ -46,6 +46,12 @@ def status_json(status: admin_pb2.GetStatusResponse) -> dict[str, Any]:
             }
             for link in status.links
         ],
+        "pressure": {
+            "prefill": round(status.pressure.prefill, 3),
+            "decode": round(status.pressure.decode, 3),
+            "push": round(status.pressure.push, 3),
+            "limiting_role": status.pressure.limiting_role or None,
+        },
         "routes": _routes_json(status.routes) if status.HasField("routes") else None,
         "metrics_address": status.metrics_address,
         "admission": admission_json(status.admission),
@@ -69,6 +75,8 @@ def status_text(status: admin_pb2.GetStatusResponse) -> str:
     for pool in status.pools:
         parts.append("\n".join([_pool_title(pool), header, *lines[: len(pool.workers)]]))
         del lines[: len(pool.workers)]
+    if status.pressure.limiting_role:
+        parts.append(_pressure_text(status.pressure))
     if drains := _drains_text(status):
         parts.append(drains)
     if status.HasField("routes"):
@@ -216,6 +224,14 @@ def _drains_text(status: admin_pb2.GetStatusResponse) -> str:
 def _pool_title(pool: admin_pb2.PoolStatus) -> str:
     num_ready = sum(worker.state == "ready" for worker in pool.workers)
     return f"pool {pool.name}, role {pool.role}: {num_ready} of {pool.wanted_replicas} workers ready"
+
+
+def _pressure_text(pressure: admin_pb2.PressureStatus) -> str:
+    if pressure.limiting_role == "prefill":
+        to_read = f"{pressure.prefill:.0%} of what they may have to read"
+        return f"prefill limits: its workers have {to_read}; decode is {pressure.decode:.0%} full"
+    held = f", with {pressure.push:.0%} of prefill's blocks held for it" if pressure.push else ""
+    return f"decode limits: it is {pressure.decode:.0%} full{held}; more prefill workers would not help"
 
 
 def _worker_row(worker: admin_pb2.WorkerStatus) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from cluster.core.ids import AttemptId, Role, WorkerId
 
@@ -23,6 +24,9 @@ class LegState(StrEnum):
     CLOSING = "closing"
     RELEASED = "released"
     LOST = "lost"
+
+
+_RELEASED: Final = (LegState.RELEASED, LegState.LOST)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +57,7 @@ class Leg:
 
     @property
     def is_released(self) -> bool:
-        return self.state in (LegState.RELEASED, LegState.LOST)
+        return self.state in _RELEASED
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,9 +99,9 @@ class Attempt:
     @property
     def is_over(self) -> bool:
         """Nobody counts on it and no worker holds anything of it."""
-        if self.is_current or not self.decode.is_released:
+        if self.is_current or self.decode.state not in _RELEASED:
             return False
-        return self.prefill is None or self.prefill.is_released
+        return self.prefill is None or self.prefill.state in _RELEASED
 
     def is_computed(self, leg: Leg) -> bool:
         """Whether the leg's worker may have it in a step: prefill until it has read it, decode since it has its KV."""

@@ -210,6 +210,7 @@ def parse_cluster_config(data: object, source: str, locate: Locate) -> ClusterCo
     kv = _parse_kv(root.section("kv"))
     model = _parse_model(root.section("model"))
     pools = _parse_pools(root, model, kv)
+    slo = parse_slo(root.section("slo"))
     config = ClusterConfig(
         name=root.text("name", default="baton", pattern=_NAME_PATTERN, expected=_NAME_EXPECTED),
         model=model,
@@ -220,8 +221,8 @@ def parse_cluster_config(data: object, source: str, locate: Locate) -> ClusterCo
         metrics=_parse_metrics(root.section("metrics"), sum(pool.replicas for pool in pools)),
         coordinator=_parse_coordinator(root.section("coordinator")),
         journal=_parse_journal(root.section("journal")),
-        disaggregation=parse_disaggregation(root.section("disaggregation")),
-        slo=parse_slo(root.section("slo")),
+        disaggregation=parse_disaggregation(root.section("disaggregation"), slo.tpot_ms),
+        slo=slo,
         tenants=parse_tenants(root),
     )
     root.finish()

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from cluster.core.config_reader import Section
+from cluster.core.tenant_config import MAX_TPOT_MS, MIN_TPOT_MS
 
 MAX_LOCAL_TOKENS: Final = 2**20
-MIN_TPOT_MS: Final = 0.01
-MAX_TPOT_MS: Final = 60_000.0
 _AUTO: Final = "auto"
 _NEVER: Final = "never"
 
@@ -22,8 +21,8 @@ class DisaggregationConfig:
         max_local_tokens: decode reads prompts itself of which no more are uncached there. None leaves it to the
             measured break-even, 0 forbids it (where no push is possible, decode still reads).
         may_stay: whether a prefill worker that idles may write answers while decode is the bottleneck.
-        max_tpot_ms: what a token of the running answers may take while decode reads beside them. None: a named
-            multiple of what it takes without.
+        max_tpot_ms: what a token of the running answers may take while decode reads beside them; by default the
+            cluster's limit for all answers. None: a named multiple of what it takes without.
     """
 
     max_local_tokens: int | None = None
@@ -34,7 +33,7 @@ class DisaggregationConfig:
 ALWAYS_PUSHED: Final = DisaggregationConfig(max_local_tokens=0, may_stay=False)
 
 
-def parse_disaggregation(section: Section) -> DisaggregationConfig:
+def parse_disaggregation(section: Section, slo_tpot_ms: float | None) -> DisaggregationConfig:
     """Raises ConfigError."""
     local = section.integer_or_choice(
         "local_prefill", (_AUTO, _NEVER), default=_AUTO, minimum=1, maximum=MAX_LOCAL_TOKENS
@@ -42,7 +41,7 @@ def parse_disaggregation(section: Section) -> DisaggregationConfig:
     config = DisaggregationConfig(
         max_local_tokens=local if isinstance(local, int) else {_AUTO: None, _NEVER: 0}[local],
         may_stay=section.choice("stay", (_AUTO, _NEVER), default=_AUTO) == _AUTO,
-        max_tpot_ms=section.optional_number("max_tpot_ms", minimum=MIN_TPOT_MS, maximum=MAX_TPOT_MS),
+        max_tpot_ms=section.optional_number("max_tpot_ms", minimum=MIN_TPOT_MS, maximum=MAX_TPOT_MS) or slo_tpot_ms,
     )
     section.finish()
     return config

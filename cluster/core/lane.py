@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 _STALE_SHARE: Final = 2
 _MIN_COMPACTED: Final = 64
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class QueueEntry:
+class QueueEntry(NamedTuple):
     """Ordered as a lane is: high priority first, then low rank (the order of admission).
 
     A request that comes back after a failed attempt keeps its rank, so it stands before all that were admitted later.
@@ -37,6 +36,11 @@ class Waiting:
     num_requests: float = 0
     num_tokens: float = 0
     cost_tokens: float = 0
+
+    def count(self, entry: QueueEntry, times: int) -> None:
+        self.num_requests += times
+        self.num_tokens += times * entry.num_tokens
+        self.cost_tokens += times * entry.cost_tokens
 
     def add(self, other: Waiting, share: float = 1.0) -> None:
         self.num_requests += share * other.num_requests
@@ -65,7 +69,10 @@ class Lane:
     def push(self, entry: QueueEntry) -> None:
         self._entries[entry.request_id] = entry
         heapq.heappush(self._heap, entry)
-        self._by_priority.setdefault(entry.neg_priority, Waiting()).add(_sums(entry))
+        sums = self._by_priority.get(entry.neg_priority)
+        if sums is None:
+            sums = self._by_priority[entry.neg_priority] = Waiting()
+        sums.count(entry, 1)
 
     def head(self) -> QueueEntry:
         while self._entries.get(self._heap[0].request_id) is not self._heap[0]:
@@ -75,7 +82,7 @@ class Lane:
     def remove(self, request_id: str) -> None:
         entry = self._entries.pop(request_id)
         sums = self._by_priority[entry.neg_priority]
-        sums.add(_sums(entry), -1.0)
+        sums.count(entry, -1)
         if not sums.num_requests:
             del self._by_priority[entry.neg_priority]
         if len(self._heap) > _STALE_SHARE * len(self._entries) + _MIN_COMPACTED:
@@ -109,10 +116,6 @@ class Lane:
             sums = Waiting()
             for entry in self._entries.values():
                 if entry.neg_priority == neg_priority:
-                    sums.add(_sums(entry))
+                    sums.count(entry, 1)
             assert waiting == sums
         assert sum(sums.num_requests for sums in self._by_priority.values()) == len(self._entries)
-
-
-def _sums(entry: QueueEntry) -> Waiting:
-    return Waiting(1, entry.num_tokens, entry.cost_tokens)

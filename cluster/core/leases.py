@@ -54,20 +54,22 @@ class LeaseLedger:
         return len(self._leases)
 
     def open(self, lease: Lease) -> None:
-        assert lease.key not in self._leases
-        self._leases[lease.key] = lease
-        self._by_holder.setdefault(lease.holder, {})[lease.key] = None
-        self._by_peer.setdefault(lease.peer, {})[lease.key] = None
+        key = lease.key
+        assert key not in self._leases
+        self._leases[key] = lease
+        self._by_holder.setdefault(lease.holder, {})[key] = None
+        self._by_peer.setdefault(lease.peer, {})[key] = None
 
     def get(self, lease_id: int, side: Side) -> Lease | None:
         return self._leases.get((lease_id, side))
 
     def close(self, lease_id: int, side: Side) -> None:
         """The holder keeps nothing under this lease any more. Does nothing if it is closed already."""
-        lease = self._leases.pop((lease_id, side), None)
+        key = (lease_id, side)
+        lease = self._leases.pop(key, None)
         if lease is not None:
-            _drop(self._by_holder, lease.holder, lease.key)
-            _drop(self._by_peer, lease.peer, lease.key)
+            _drop(self._by_holder, lease.holder, key)
+            _drop(self._by_peer, lease.peer, key)
             self._reported.get(lease.holder, {}).pop(lease_id, None)
 
     def close_reserved_from(self, holder: WorkerId, peer: WorkerId) -> None:

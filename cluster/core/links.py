@@ -92,10 +92,10 @@ class LinkTable:
 
     def bandwidth_bytes_per_s(self, writer: WorkerId, peer: WorkerId, pools: PoolPair) -> int:
         """Of the link, or else the median between the two pools; 0 if nothing is known."""
+        if pools not in self._by_pools:
+            return 0
         entry = self._links.get(writer, {}).get(peer)
-        if entry is not None:
-            return entry.report.bandwidth_bytes_per_s
-        return self._median(pools) if pools in self._by_pools else 0
+        return self._median(pools) if entry is None else entry.report.bandwidth_bytes_per_s
 
     def all(self) -> tuple[Link, ...]:
         """By writer and peer."""

@@ -11,7 +11,7 @@ looked up or evicted costs O(runs) therefore, not O(blocks), and a comparison of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -355,13 +355,20 @@ class HeldPrefixes:
 
     def num_blocks_of(self, worker: WorkerId) -> int:
         """Blocks of the prompt that a registered life holds."""
+        return self.num_blocks_by_worker([worker]).get(worker, 0)
+
+    def num_blocks_by_worker(self, workers: Sequence[WorkerId]) -> dict[WorkerId, int]:
+        """The same of several, for those that hold any."""
+        found: dict[WorkerId, int] = {}
         if not self._groups:
-            return 0
-        bits = self._map.bits_of(worker)
-        for num_blocks, holders in self._groups:
-            if holders & bits:
-                return num_blocks
-        return 0
+            return found
+        for worker in workers:
+            bits = self._map.bits_of(worker)
+            for num_blocks, holders in self._groups:
+                if holders & bits:
+                    found[worker] = num_blocks
+                    break
+        return found
 
     def num_told_blocks_of(self, worker: WorkerId) -> int:
         """Blocks of the prompt that a registered life has told that it holds; not what it is only expected to."""

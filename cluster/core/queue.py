@@ -75,8 +75,9 @@ class RequestQueue:
         tenant = self._tenants[request_id]
         lane = self._lanes[tenant]
         self._share.serve(tenant, lane.entries[request_id].cost_tokens, lane.weight)
-        self._take_turn(tenant)
         self.remove(request_id)
+        if tenant in self._lanes:
+            self._take_turn(tenant)
 
     def remove(self, request_id: str) -> None:
         """It leaves without a place."""

@@ -19,14 +19,16 @@ class RebuildWindow:
 
     def __init__(self) -> None:
         self._end_ns: int | None = None
+        self.has_begun = False
         self.is_open = False
         self._held: dict[AttemptId, dict[WorkerId, HeldLeg]] = {}
         self._abandoned: dict[AttemptId, None] = {}
 
-    def hear(self, now_ns: int) -> None:
+    def begin(self, now_ns: int) -> None:
         """Somebody says something; the first word sets the window's end."""
-        if self._end_ns is None:
-            self._end_ns = now_ns + REBUILD_WINDOW_NS
+        assert not self.has_begun
+        self.has_begun = True
+        self._end_ns = now_ns + REBUILD_WINDOW_NS
 
     def open(self, now_ns: int) -> int | None:
         """Somebody has known an earlier life. Returns the window's end if that opens it."""

@@ -182,7 +182,7 @@ class RequestTable:
 
     def remove(self, request_id: str) -> None:
         request = self._by_id.pop(request_id)
-        self._remember(AttemptId(request_id, request.next_attempt - 1))
+        self._remember(request_id, request.next_attempt - 1)
         siblings = self._by_front[request.front]
         del siblings[request_id]
         if not siblings:
@@ -192,12 +192,11 @@ class RequestTable:
         """Somebody has a part of an attempt of that number: the next one has a higher number."""
         request = self._by_id.get(attempt_id.request_id)
         if request is None:
-            self._remember(attempt_id)
+            self._remember(attempt_id.request_id, attempt_id.attempt)
         else:
             request.attempt_floor = max(request.attempt_floor, attempt_id.attempt)
 
-    def _remember(self, attempt_id: AttemptId) -> None:
-        request_id, number = attempt_id.request_id, attempt_id.attempt
+    def _remember(self, request_id: str, number: int) -> None:
         number = max(number, self._last_attempts.pop(request_id, 0))
         if number:
             self._last_attempts[request_id] = number

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from dataclasses import dataclass
-from statistics import median
 from typing import Final
 
 from cluster.core.ids import Route
@@ -84,20 +84,38 @@ class HandOverCosts:
     """Medians over the last pushes."""
 
     def __init__(self) -> None:
-        self._reserve_ms: deque[float] = deque(maxlen=NUM_SAMPLES)
-        self._take_over_ms: deque[float] = deque(maxlen=NUM_SAMPLES)
-        self.usual = HandOver()
+        self._reserve_ms = _Samples()
+        self._take_over_ms = _Samples()
 
     def reserved(self, duration_ms: float) -> None:
-        self._reserve_ms.append(duration_ms)
-        self._update()
+        self._reserve_ms.add(duration_ms)
 
     def taken_over(self, duration_ms: float) -> None:
-        self._take_over_ms.append(duration_ms)
-        self._update()
+        self._take_over_ms.add(duration_ms)
 
-    def _update(self) -> None:
-        self.usual = HandOver(
-            reserve_ms=median(self._reserve_ms) if self._reserve_ms else 0.0,
-            take_over_ms=median(self._take_over_ms) if self._take_over_ms else 0.0,
-        )
+    @property
+    def usual(self) -> HandOver:
+        return HandOver(reserve_ms=self._reserve_ms.median(), take_over_ms=self._take_over_ms.median())
+
+
+class _Samples:
+    """The last NUM_SAMPLES durations, also kept in order."""
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque()
+        self._ordered: list[float] = []
+
+    def add(self, duration_ms: float) -> None:
+        if len(self._latest) == NUM_SAMPLES:
+            del self._ordered[bisect_left(self._ordered, self._latest.popleft())]
+        self._latest.append(duration_ms)
+        insort(self._ordered, duration_ms)
+
+    def median(self) -> float:
+        """0 before the first."""
+        middle = len(self._ordered) // 2
+        if not self._ordered:
+            return 0.0
+        if len(self._ordered) % 2:
+            return self._ordered[middle]
+        return (self._ordered[middle - 1] + self._ordered[middle]) / 2

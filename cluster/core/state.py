@@ -77,12 +77,13 @@ class ClusterState:
         assert now_ns >= self._now_ns, "time runs backwards"
         self._now_ns = now_ns
         parts = self._parts
-        parts.rebuild.hear(now_ns)
+        if not parts.rebuild.has_begun:
+            parts.rebuild.begin(now_ns)
         match event:
-            case FromFront(front=front, message=message):
-                self._from_front(now_ns, front, message)
             case FromWorker(worker=worker, message=said):
                 self._from_worker(now_ns, worker, said)
+            case FromFront(front=front, message=message):
+                self._from_front(now_ns, front, message)
             case FrontGone(front=front):
                 fronts.on_front_gone(parts, now_ns, front)
             case WorkerGone(worker=worker, reason=reason):
@@ -94,8 +95,10 @@ class ClusterState:
         if parts.rebuild.is_open:
             rebuilding.settle(parts, now_ns)
         if not parts.rebuild.is_open:
-            draining.settle(parts, now_ns)
-            place_waiting(parts, now_ns)
+            if parts.drains:
+                draining.settle(parts, now_ns)
+            if parts.queue:
+                place_waiting(parts, now_ns)
         return parts.outbox.take()
 
     def next_deadline_ns(self) -> int | None:
@@ -185,31 +188,31 @@ class ClusterState:
         worker.last_heard_ns = now_ns
         if parts.rebuild.is_open:
             rebuilding.follow(parts, now_ns, sender, message)
-        match message:
-            case Heartbeat():
-                workers.on_heartbeat(parts, now_ns, worker, message)
+        match message:  # the commonest first
             case BlockEvents():
                 workers.on_block_events(parts, worker, message)
-            case WorkerLeft():
-                draining.on_left(parts, sender)
-            case PeerFenced():
-                workers.on_peer_fenced(parts, now_ns, sender, message)
             case ReserveGranted():
                 legs.on_reserve_granted(parts, now_ns, sender, message)
-            case ReserveRefused():
-                legs.on_reserve_refused(parts, now_ns, sender, message)
             case PrefillDone():
-                legs.on_prefill_done(parts, now_ns, sender, message)
+                legs.on_prefill_done(parts, now_ns, worker, message)
             case Committed():
                 legs.on_committed(parts, now_ns, sender, message)
+            case LegReleased():
+                legs.on_leg_released(parts, now_ns, sender, message)
             case Finished():
                 legs.on_finished(parts, now_ns, sender, message)
+            case Heartbeat():
+                workers.on_heartbeat(parts, now_ns, worker, message)
             case LegFailed():
                 legs.on_leg_failed(parts, now_ns, sender, message)
             case LegSurvived():
                 legs.on_leg_survived(parts, sender, message)
-            case LegReleased():
-                legs.on_leg_released(parts, now_ns, sender, message)
+            case ReserveRefused():
+                legs.on_reserve_refused(parts, now_ns, sender, message)
+            case PeerFenced():
+                workers.on_peer_fenced(parts, now_ns, sender, message)
+            case WorkerLeft():
+                draining.on_left(parts, sender)
 
     def _check_requests(self) -> None:
         parts = self._parts

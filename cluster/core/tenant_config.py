@@ -1,4 +1,4 @@
-"""Tenants and the service level in the cluster file: who gets which share, and which limit on time to first token."""
+"""Tenants and the service level in the cluster file: who gets which share, and limits on tokens' times."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ MAX_QUOTA_TOKENS: Final = 10**12
 DEFAULT_BURST_S: Final = 10
 """Where the file gives a rate and no burst: so many seconds of it."""
 MIN_TTFT_MS, MAX_TTFT_MS = 1, 3_600_000
+MIN_TPOT_MS, MAX_TPOT_MS = 0.01, 60_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +54,23 @@ class TenantsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloConfig:
-    """`ttft_ms`: a request whose first token cannot come within this is refused. None: nobody is, for that."""
+    """What admitted requests are to keep.
+
+    Attributes:
+        ttft_ms: a request whose first token cannot come within this is refused. None: nobody is, for that.
+        tpot_ms: no worker is given so many answers that a token of them would take longer; a request waits until one
+            of them has a place. None: as many as fit.
+    """
 
     ttft_ms: int | None = None
+    tpot_ms: float | None = None
 
 
 def parse_slo(section: Section) -> SloConfig:
-    slo = SloConfig(ttft_ms=section.optional_integer("ttft_ms", minimum=MIN_TTFT_MS, maximum=MAX_TTFT_MS))
+    slo = SloConfig(
+        ttft_ms=section.optional_integer("ttft_ms", minimum=MIN_TTFT_MS, maximum=MAX_TTFT_MS),
+        tpot_ms=section.optional_number("tpot_ms", minimum=MIN_TPOT_MS, maximum=MAX_TPOT_MS),
+    )
     section.finish()
     return slo
 

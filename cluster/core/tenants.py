@@ -69,7 +69,7 @@ class TenantTable:
         """Of the others, those without a request, the longest idle first."""
 
     def of(self, name: str) -> Tenant:
-        tenant = self.get(name)
+        tenant = self._named.get(name) or self._others.get(name)
         if tenant is None:
             tenant = self._others[name] = self._make(name, self._others_config)
             self._rest(tenant)

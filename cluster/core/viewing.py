@@ -18,6 +18,7 @@ from cluster.core.views import (
     DrainView,
     LeaseView,
     PoolView,
+    PressureView,
     QuotaView,
     RequestView,
     RoutesView,
@@ -25,6 +26,7 @@ from cluster.core.views import (
     WorkerView,
 )
 from cluster.core.workers import Worker
+from cluster.policy.bottleneck import decode_pressure, limiting_role, prefill_pressure, push_pressure
 from cluster.policy.candidates import candidates_of
 from cluster.policy.placement import Candidates, break_even_tokens
 
@@ -55,10 +57,23 @@ def view_cluster(parts: Parts, now_ns: int) -> ClusterView:
         num_leases=len(parts.leases),
         links=parts.links.all(),
         routes=_view_routes(parts),
+        pressure=_view_pressure(parts),
         admission=_view_admission(parts, now_ns),
         num_poison=parts.trials.num_condemned,
         drains=tuple(_view_drain(parts, drain, now_ns) for drain in parts.drains.all()),
         drained=parts.drains.gone(),
+    )
+
+
+def _view_pressure(parts: Parts) -> PressureView:
+    prefill, decode = parts.workers.with_role(Role.PREFILL), parts.workers.with_role(Role.DECODE)
+    pressures = (
+        prefill_pressure(prefill),
+        decode_pressure(decode, parts.config.kv.block_size, parts.config.slo.tpot_ms),
+        push_pressure(prefill),
+    )
+    return PressureView(
+        prefill=pressures[0], decode=pressures[1], push=pressures[2], limiting=limiting_role(*pressures)
     )
 
 
@@ -71,6 +86,7 @@ def _view_routes(parts: Parts) -> RoutesView:
         links=parts.links,
         rules=parts.config.disaggregation,
         hand_over=parts.hand_over.usual,
+        max_tpot_ms=parts.config.slo.tpot_ms,
     )
     most = parts.workers.max_model_tokens or 0
     routes = parts.routes
@@ -163,6 +179,7 @@ def _view_admission(parts: Parts, now_ns: int) -> AdmissionView:
         queue_limit=parts.queue.limit,
         num_queued_tokens=parts.queue.num_tokens,
         slo_ttft_ms=parts.config.slo.ttft_ms,
+        slo_tpot_ms=parts.config.slo.tpot_ms,
         refusals=tuple((cause, count) for cause, count in parts.tenants.refusals.items() if count),
         tenants=tuple(_view_tenant(parts, tenant, now_ns) for tenant in parts.tenants.all()[:_MAX_TENANTS_SHOWN]),
     )

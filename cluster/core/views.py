@@ -84,6 +84,17 @@ class RoutesView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PressureView:
+    """How near the workers of each role are to where they are given nothing more (1), and `push`: prefill workers to
+    being full of KV that decode has not taken over. `limiting`: the role that limits the cluster, if one does."""
+
+    prefill: float = 0.0
+    decode: float = 0.0
+    push: float = 0.0
+    limiting: Role | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuotaView:
     """A tenant's token bucket; `level_tokens` is below zero while it has a debt."""
 
@@ -115,6 +126,7 @@ class AdmissionView:
     queue_limit: int
     num_queued_tokens: int
     slo_ttft_ms: int | None
+    slo_tpot_ms: float | None
     refusals: tuple[tuple[RefusalCause, int], ...]
     tenants: tuple[TenantView, ...]
 
@@ -138,6 +150,7 @@ class ClusterView:
     links: tuple[Link, ...]
     admission: AdmissionView
     routes: RoutesView = field(default_factory=RoutesView)
+    pressure: PressureView = field(default_factory=PressureView)
     num_poison: int = 0
     drains: tuple[DrainView, ...] = ()
     drained: tuple[str, ...] = ()

@@ -20,7 +20,10 @@ class Worker:
     counts with is the coordinator's own book-keeping: exact at once, where a heartbeat comes late. What every decision
     reads of the hello, the pool and the load is kept in fields of its own.
     `num_expected_blocks` is what its legs are expected to need; `num_used_blocks` is what they used by the last
-    heartbeat, less what has been released since. `num_left_tokens` is what should be left to read here at `left_at_ns`.
+    heartbeat, less what has been released since. Answers that outgrow what was expected of them count as what they have
+    (`num_promised_blocks`). Of the prompt tokens to be read here before a new prompt's (`backlog_tokens`), what was
+    assigned and is not done counts whole, less what the last heartbeat knows to have been read of it, and what should
+    have been since, up to `foresee`: `num_left_tokens` should have been left at `left_at_ns`.
     """
 
     hello: WorkerHello
@@ -44,8 +47,10 @@ class Worker:
     num_sequences: int = 0
     num_expected_blocks: int = 0
     num_used_blocks: int = 0
+    num_promised_blocks: int = 0
     num_unread_tokens: int = 0
     num_unreported_tokens: int = 0
+    backlog_tokens: int = 0
     num_left_tokens: float = 0.0
     left_at_ns: int = 0
     is_leaving: bool = False
@@ -62,20 +67,7 @@ class Worker:
         self.max_running = self.pool.max_running
         self.chunk_tokens = self.pool.prefill_chunk_tokens
         self._take_load(self.load)
-
-    @property
-    def num_promised_blocks(self) -> int:
-        """Answers that outgrow what was expected of them count as what they have."""
-        return max(self.num_expected_blocks, self.num_used_blocks)
-
-    @property
-    def backlog_tokens(self) -> int:
-        """Prompt tokens to be read here before a new prompt's.
-
-        What was assigned and is not done counts whole, less what the last heartbeat knows to have been read of it, and
-        what should have been since, up to `foresee`.
-        """
-        return min(self.num_unread_tokens, int(self.num_left_tokens))
+        self._sum_up()
 
     def foresee(self, now_ns: int) -> None:
         """It reads on between its heartbeats, at the speed that it has measured. That is believed until the next one is
@@ -84,6 +76,7 @@ class Worker:
         if self.ms_per_token > 0 and until_ns > self.left_at_ns:
             num_read_tokens = (until_ns - self.left_at_ns) / (NS_PER_MS * self.ms_per_token)
             self.num_left_tokens = max(0.0, self.num_left_tokens - num_read_tokens)
+            self._sum_up()
         self.left_at_ns = now_ns
 
     def take(self, now_ns: int, leg: Leg) -> None:
@@ -100,13 +93,17 @@ class Worker:
         if leg.half is Role.DECODE:
             self.num_writing += leg.num_sequences
             self.num_writing_blocks += leg.num_blocks
+        self._sum_up()
 
     def mark_read(self, leg: Leg) -> None:
         """The leg's prompt has been read, or never will be."""
+        if not leg.num_unread_tokens:
+            return
         self.num_unread_tokens -= leg.num_unread_tokens
         if leg.unreported:
             self.num_unreported_tokens -= leg.num_unread_tokens
         leg.num_unread_tokens = 0
+        self._sum_up()
 
     def release(self, leg: Leg) -> None:
         """The leg holds nothing here any more."""
@@ -120,6 +117,7 @@ class Worker:
         if leg.half is Role.DECODE:
             self.num_writing -= leg.num_sequences
             self.num_writing_blocks -= leg.num_blocks
+        self._sum_up()
 
     def hear(self, now_ns: int, load: WorkerLoad) -> None:
         """A heartbeat. Its numbers are taken to include every leg that the worker has been told of."""
@@ -133,7 +131,9 @@ class Worker:
             if leg.unreported and leg.state is not LegState.PLANNED:
                 leg.unreported = False
                 self.num_unreported_tokens -= leg.num_unread_tokens
-        self.num_left_tokens = min(self.num_unread_tokens, load.waiting_prefill_tokens + self.num_unreported_tokens)
+        num_told_tokens = load.waiting_prefill_tokens + self.num_unreported_tokens
+        self.num_left_tokens = min(self.num_unread_tokens, num_told_tokens)
+        self._sum_up()
 
     def _take_load(self, load: WorkerLoad) -> None:
         self.load = load
@@ -143,6 +143,11 @@ class Worker:
         self.decode_context_token_ms = load.decode_context_token_ms
         self.chunk_token_ms = load.chunk_token_ms
         self.num_used_blocks = load.blocks.active
+
+    def _sum_up(self) -> None:
+        """To be called whenever a count has changed: decisions read the sums more often than that."""
+        self.num_promised_blocks = max(self.num_expected_blocks, self.num_used_blocks)
+        self.backlog_tokens = min(self.num_unread_tokens, int(self.num_left_tokens))
 
     def check_invariants(self) -> None:
         held = [leg for leg in self.legs.values() if not leg.is_released]
@@ -155,14 +160,17 @@ class Worker:
         assert 0 <= self.reading_share <= 1
         assert self.num_unread_tokens == sum(leg.num_unread_tokens for leg in held)
         assert self.num_unreported_tokens == sum(leg.num_unread_tokens for leg in held if leg.unreported)
+        assert self.num_promised_blocks == max(self.num_expected_blocks, self.num_used_blocks)
+        assert 0 <= self.backlog_tokens == min(self.num_unread_tokens, int(self.num_left_tokens))
         assert all(leg.worker == self.id for leg in self.legs.values())
 
 
 class WorkerRegistry:
     """Registered lives by name, at most one a name, and for each name the newest life that was lost.
 
-    `max_model_tokens` is the longest prompt and answer that all of them take, `max_decode_blocks` the size of the
-    largest decode worker; None while there is none.
+    `max_model_tokens` is the longest prompt and answer together that all of them, and the cluster file, take;
+    `max_decode_blocks` is the size of the largest decode worker; None while unknown. `are_pools_whole`: there are
+    prefill pools, and as many workers of either role as the cluster file has.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -170,8 +178,9 @@ class WorkerRegistry:
         self._by_name: dict[str, Worker] = {}
         self._by_role: dict[Role, list[Worker]] = {role: [] for role in Role}
         self._lost: dict[str, int] = {}
-        self.max_model_tokens: int | None = None
+        self.max_model_tokens = config.model.max_model_tokens
         self.max_decode_blocks: int | None = None
+        self.are_pools_whole = False
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -253,9 +262,16 @@ class WorkerRegistry:
 
     def _update_limits(self) -> None:
         """Workers come and go rarely, and requests ask often."""
-        self.max_model_tokens = min((worker.hello.max_model_tokens for worker in self._by_name.values()), default=None)
+        lengths = [worker.hello.max_model_tokens for worker in self._by_name.values()]
+        if self._config.model.max_model_tokens is not None:
+            lengths.append(self._config.model.max_model_tokens)
+        self.max_model_tokens = min(lengths, default=None)
         decode = self._by_role[Role.DECODE]
         self.max_decode_blocks = max((worker.hello.load.blocks.total for worker in decode), default=None)
+        self.are_pools_whole = all(1 <= self._num_replicas(role) <= len(self._by_role[role]) for role in Role)
+
+    def _num_replicas(self, role: Role) -> int:
+        return sum(pool.replicas for pool in self._config.pools if pool.role is role)
 
     def _pool_refusal(self, hello: WorkerHello) -> str | None:
         pool = self._config.pool(hello.pool)

@@ -6,7 +6,7 @@ here return the error instead, and the handlers answer it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -42,10 +42,14 @@ def reader(cls: type[MessageT]) -> Callable[[bytes], MessageT | InvalidRequestEr
 
 
 def read_generate(data: bytes) -> inference_pb2.GenerateRequest | InvalidRequestError:
-    """As `reader`, and refuses two prompts in one message: parsing alone would keep the last and drop the others."""
+    """As `reader`, and refuses what parsing alone would drop: all prompts but the last, and fields of a later version,
+    which may ask for something (a grammar, say) without which the answer is not the one that was asked for."""
     request = _READ_GENERATE(data)
     if isinstance(request, InvalidRequestError):
         return request
+    unknown = _unknown_field(request)
+    if unknown is not None:
+        return InvalidRequestError(unknown, "this version of Baton does not know this field and cannot do what it asks")
     numbers = {number for number, _ in _fields(data)}
     present = [name for number, name in _PROMPT_NUMBERS.items() if number in numbers]
     if len(present) > 1:
@@ -55,6 +59,21 @@ def read_generate(data: bytes) -> inference_pb2.GenerateRequest | InvalidRequest
 
 
 _READ_GENERATE = reader(inference_pb2.GenerateRequest)
+
+
+def _unknown_field(message: Message) -> str | None:
+    """The path of the first field that its message's type does not have, by its number; None if all are known."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        return f"field {unknown[0].field_number}"
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        for one in value if isinstance(value, Sequence) else [value]:
+            inner = _unknown_field(one)
+            if inner is not None:
+                return f"{field.name}.{inner}"
+    return None
 
 
 def _explain(cls: type[Message], data: bytes) -> InvalidRequestError:

@@ -17,6 +17,7 @@ from cluster.core.views import (
     DrainView,
     LeaseView,
     PoolView,
+    PressureView,
     RoutesView,
     TenantView,
     WorkerView,
@@ -69,6 +70,16 @@ def status_response(
         metrics_address=metrics_address,
         num_poison=view.num_poison,
         admission=_admission_status(view.admission),
+        pressure=_pressure_status(view.pressure),
+    )
+
+
+def _pressure_status(view: PressureView) -> admin_pb2.PressureStatus:
+    return admin_pb2.PressureStatus(
+        prefill=view.prefill,
+        decode=view.decode,
+        push=view.push,
+        limiting_role="" if view.limiting is None else view.limiting.value,
     )
 
 
@@ -79,6 +90,7 @@ def _admission_status(view: AdmissionView) -> admin_pb2.AdmissionStatus:
         refusals=[admin_pb2.RefusalCount(cause=cause.value, count=count) for cause, count in view.refusals],
         tenants=[_tenant_status(tenant) for tenant in view.tenants],
         slo_ttft_ms=view.slo_ttft_ms,
+        slo_tpot_ms=view.slo_tpot_ms,
     )
 
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from cluster.core.ids import Role
 from cluster.core.limits import MS_PER_S
-from cluster.core.views import RoutesView
+from cluster.core.views import PressureView, RoutesView
 from cluster.live.driver import Driver
 
 
@@ -19,7 +20,29 @@ class CoordinatorMetrics:
         self._driver = driver
 
     def measure(self) -> Iterator[Metric]:
-        yield from measure_routes(self._driver.state.status(self._driver.now_ns()).routes)
+        status = self._driver.state.status(self._driver.now_ns())
+        yield from measure_routes(status.routes)
+        yield from measure_pressure(status.pressure)
+        yield CounterMetricFamily(
+            "baton_poison_requests", "Requests ended for what they did to their workers.", value=status.num_poison
+        )
+
+
+def measure_pressure(pressure: PressureView) -> Iterator[Metric]:
+    """How near the pools are to their limits."""
+    ratios = GaugeMetricFamily(
+        "baton_pressure_ratio",
+        "Mean over workers, by the most with which they are given more: what prefill has to read, what decode holds; "
+        "and the share of prefill's blocks that are held until decode has taken their KV over (push).",
+        labels=("part",),
+    )
+    for part in ("prefill", "decode", "push"):
+        ratios.add_metric((part,), getattr(pressure, part))
+    yield ratios
+    limits = GaugeMetricFamily("baton_pool_limits", "1 for the role that limits the cluster.", labels=("role",))
+    for role in Role:
+        limits.add_metric((role.value,), pressure.limiting is role)
+    yield limits
 
 
 def measure_routes(routes: RoutesView) -> Iterator[Metric]:

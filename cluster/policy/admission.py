@@ -15,7 +15,7 @@ UNMEASURED_RETRY_AFTER_MS: Final = 1_000
 """What a refused client is told while no worker has been measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: that would treble what it costs to make one
 class Arrival:
     """The lengths and wishes of a new request.
 
@@ -42,7 +42,7 @@ class Arrival:
         return self.max_latency_ms is not None or self.deadline_ms is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: that would treble what it costs to make one
 class Situation:
     """The cluster as admission sees it.
 

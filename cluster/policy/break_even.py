@@ -65,7 +65,10 @@ def chunk_within(limit_ms: float, step_ms: float, token_ms: float, block_size: i
 
 def step_limit_ms(worker: WorkerLike, block_size: int, usual: StepCosts, rules: DisaggregationConfig) -> float:
     """What a step of a decode worker may take while it reads beside its answers; 0 while unmeasured."""
-    undisturbed_ms = decode_step_ms(worker, worker.num_promised_blocks * block_size, usual)
+    return _limit_ms(decode_step_ms(worker, worker.num_promised_blocks * block_size, usual), rules)
+
+
+def _limit_ms(undisturbed_ms: float, rules: DisaggregationConfig) -> float:
     return rules.max_tpot_ms or MAX_STRETCH * undisturbed_ms
 
 
@@ -78,7 +81,7 @@ def local_read(
     token_ms = worker.chunk_token_ms or usual.chunk_token_ms
     if step_ms <= 0 or token_ms <= 0:
         return None
-    limit_ms = step_limit_ms(worker, block_size, usual, rules)
+    limit_ms = _limit_ms(step_ms, rules)
     num_to_read = worker.backlog_tokens + num_tokens
     chunk = worker.chunk_tokens
     is_beside_answers = worker.num_sequences > 0 or num_to_read > chunk  # which come before a longer one is read

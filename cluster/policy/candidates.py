@@ -26,7 +26,7 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 Worker = TypeVar("Worker", bound=WorkerLike)
 
 
-def candidates_of(workers: Sequence[Worker], holders: Iterable[Worker], seed: int) -> tuple[Worker, ...]:
+def candidates_of(workers: Sequence[Worker], holders: Sequence[Worker], seed: int) -> tuple[Worker, ...]:
     """The holders, those that hold most first, then others. Costs O(candidates). Each comes once.
 
     Args:
@@ -34,6 +34,8 @@ def candidates_of(workers: Sequence[Worker], holders: Iterable[Worker], seed: in
         seed: another one at each decision, so that no worker is passed over for ever.
     """
     drawn: Iterable[Worker] = workers
+    if len(workers) <= MAX_ALL and not holders:
+        return tuple(workers)
     if len(workers) > MAX_ALL:
         mixed, num_workers = _mix(seed), len(workers)
         drawn = [workers[(mixed >> shift & 0xFFFF) * num_workers >> 16] for shift in _DRAW_SHIFTS]

@@ -70,7 +70,7 @@ class LinksLike(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: that would treble what it costs to make one
 class StepCosts:
     """Of one prompt token, of a decode step without its contexts, and of each token of these; and of a prompt token in
     such a step, 0 while unmeasured."""
@@ -92,7 +92,7 @@ def usual_costs(workers: Sequence[WorkerLike]) -> StepCosts:
         if worker.chunk_token_ms > 0:
             num_chunk_costs += 1
             chunk_token_ms += worker.chunk_token_ms
-        if _has_decoded(worker):
+        if worker.decode_base_ms > 0 or worker.decode_context_token_ms > 0:
             num_writers += 1
             base_ms += worker.decode_base_ms
             context_token_ms += worker.decode_context_token_ms
@@ -122,8 +122,9 @@ def tpot_ms(worker: WorkerLike, num_more_tokens: int, block_size: int, usual: St
 
 def decode_step_ms(worker: WorkerLike, num_context_tokens: int, usual: StepCosts) -> float:
     """A step that writes one token of each of its answers, with so much context in all; 0 while nothing is measured."""
-    costs: WorkerLike | StepCosts = worker if _has_decoded(worker) else usual
-    return costs.decode_base_ms + num_context_tokens * costs.decode_context_token_ms
+    if worker.decode_base_ms > 0 or worker.decode_context_token_ms > 0:
+        return worker.decode_base_ms + num_context_tokens * worker.decode_context_token_ms
+    return usual.decode_base_ms + num_context_tokens * usual.decode_context_token_ms
 
 
 def push_ms(links: LinksLike, writer: WorkerLike, peer: WorkerLike, num_blocks: int) -> float:
@@ -133,7 +134,3 @@ def push_ms(links: LinksLike, writer: WorkerLike, peer: WorkerLike, num_blocks: 
     if not bandwidth_bytes_per_s:
         return 0.0
     return num_blocks * peer.block_size_bytes * MS_PER_S / bandwidth_bytes_per_s
-
-
-def _has_decoded(worker: WorkerLike) -> bool:
-    return worker.decode_base_ms > 0 or worker.decode_context_token_ms > 0

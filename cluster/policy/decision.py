@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from cluster.core.disaggregation import ALWAYS_PUSHED, DisaggregationConfig
@@ -23,6 +24,7 @@ READING_WEIGHT: Final = 3
 """What is read keeps a worker from the prompts of others: each token counts so many times besides the request's own
 wait. Without it busy holders are passed over too readily, and what they hold is computed again."""
 NO_ROOM: Final = "no decode worker has room"
+TOO_SLOW: Final = "no decode worker with room would keep to slo.tpot_ms"
 NEARLY: Final = 0.1
 """Costs count as equal to the least up to this share of the request's own time more: predictions are no better than
 that. What reading costs others is the larger part of a long prompt's cost, and the same share of it would let the
@@ -41,6 +43,7 @@ class Candidates:
         num_held_blocks: of the prompt's beginning, by worker, as far as is known (a hint); never with its last token.
         links: between them.
         rules: when a request takes another way than a push. hand_over: what a push has cost besides reading.
+        max_tpot_ms: what a token of a worker's answers may take at most; None for no limit.
         sources: workers that have told of blocks of the prompt, with how many, the most first: what a reader may fetch.
             Few, and none where fetches are off.
     """
@@ -51,10 +54,11 @@ class Candidates:
     links: LinksLike
     rules: DisaggregationConfig = ALWAYS_PUSHED
     hand_over: HandOver = field(default_factory=HandOver)
+    max_tpot_ms: float | None = None
     sources: tuple[tuple[WorkerLike, int], ...] = ()
 
 
-class Cause(Enum):
+class Cause(StrEnum):
     """Why a request takes its way: a push is the rule, all else has one of few causes.
 
     DECODE_FULL and DECODE_SLOW let it stay on prefill. All others have decode read it: BREAK_EVEN because that is
@@ -97,17 +101,18 @@ class Wait:
 
 @dataclass(slots=True, kw_only=True)
 class Option:
-    """A worker that could take it: at what cost, and how heavy its load is (compared in order).
+    """A worker that could take it, and at what cost.
 
-    `slack_ms`: how much more than the least it may cost and count as equal. `predicted_ms`: time per output token of a
-    decode worker; of a prefill worker the time until the prompt is read. `num_bound_tokens`: what is cached there
-    and could not be fetched by another.
+    `slack_ms`: how much more than the least it may cost and count as equal. `rank`: how heavy its load is, in two
+    numbers, and its id; the least one is taken of those that cost the same. `num_bound_tokens`: what is cached there
+    and could not be fetched by another. `predicted_ms`: time per output token of a decode worker; of a prefill worker
+    the time until the prompt is read.
     """
 
     worker: WorkerLike
     cost_ms: float
     slack_ms: float
-    load: tuple[int, int]
+    rank: tuple[int, int, WorkerId]
     num_uncached_tokens: int
     num_bound_tokens: int
     predicted_ms: float
@@ -121,12 +126,11 @@ def starts_soon(worker: WorkerLike, num_bound_tokens: int = 0) -> bool:
 
 def best(options: list[Option]) -> Option | None:
     """The one with the lightest load of those that cost nearly the least."""
-    limit_ms = min((option.cost_ms + option.slack_ms for option in options), default=0.0)
-    return min(
-        (option for option in options if option.cost_ms <= limit_ms),
-        key=lambda option: (option.load, option.worker.id),
-        default=None,
-    )
+    if not options:
+        return None
+    limit_ms = min([option.cost_ms + option.slack_ms for option in options])
+    nearly = [option for option in options if option.cost_ms <= limit_ms]
+    return min(nearly, key=attrgetter("rank"))
 
 
 def has_room(worker: WorkerLike, num_blocks: int, num_sequences: int) -> bool:
@@ -135,6 +139,12 @@ def has_room(worker: WorkerLike, num_blocks: int, num_sequences: int) -> bool:
         return True
     has_blocks = worker.num_promised_blocks + num_blocks <= worker.num_total_blocks
     return has_blocks and worker.num_sequences + num_sequences <= worker.max_running
+
+
+def keeps_tpot(worker: WorkerLike, token_ms: float, max_tpot_ms: float | None) -> bool:
+    """Whether a worker may be given an answer with which a token of each would take so long. An idle one may: no other
+    would be quicker, and costs that were measured on a bad day are so measured again."""
+    return max_tpot_ms is None or worker.num_sequences == 0 or token_ms <= max_tpot_ms
 
 
 def writes(option: Option) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cluster.policy.costs import WorkerLike, mean_ms_per_token, tpot_ms, usual_costs
+from cluster.policy.costs import StepCosts, WorkerLike, decode_step_ms, mean_ms_per_token, tpot_ms, usual_costs
 
 WAIT_MARGIN: Final = 2
 """Answers end when they end, and others may come with a better claim: a wait may well be so many times as long."""
@@ -24,6 +24,7 @@ class Capacity:
         num_readers, num_writers: workers in all. readers, writers: some of them, to judge all by.
         usual_output_tokens: of an answer, whoever's.
         block_size: tokens of a KV block.
+        max_tpot_ms: what a token of a writer's answers may take at most; None for no limit.
     """
 
     num_readers: int
@@ -32,6 +33,7 @@ class Capacity:
     writers: Sequence[WorkerLike]
     usual_output_tokens: float
     block_size: int
+    max_tpot_ms: float | None = None
 
 
 NOBODY: Final = Capacity(num_readers=0, readers=(), num_writers=0, writers=(), usual_output_tokens=0.0, block_size=1)
@@ -99,6 +101,7 @@ def _place_ms(num_ahead: float, num_blocks: int, capacity: Capacity) -> float:
         num_more = min(
             worker.max_running - worker.num_sequences,
             (worker.num_total_blocks - worker.num_promised_blocks) // num_blocks,
+            _num_quick_enough(worker, num_blocks, capacity, usual),
         )
         num_places = max(num_more, 0 if worker.num_sequences else 1)
         num_free += num_places
@@ -108,3 +111,15 @@ def _place_ms(num_ahead: float, num_blocks: int, capacity: Capacity) -> float:
     scale = capacity.num_writers / len(capacity.writers)
     num_missing = num_ahead + 1 - num_free * scale
     return max(0.0, num_missing / (num_ends_per_ms * scale))
+
+
+def _num_quick_enough(worker: WorkerLike, num_blocks: int, capacity: Capacity, usual: StepCosts) -> int:
+    """Answers more of `num_blocks` each with which the worker would keep to the limit on time per token."""
+    if capacity.max_tpot_ms is None:
+        return worker.max_running
+    num_tokens = num_blocks * capacity.block_size
+    each_ms = decode_step_ms(worker, num_tokens, usual) - decode_step_ms(worker, 0, usual)
+    left_ms = capacity.max_tpot_ms - tpot_ms(worker, 0, capacity.block_size, usual)
+    if each_ms <= 0:
+        return worker.max_running if left_ms >= 0 else 0
+    return max(0, min(worker.max_running, int(left_ms / each_ms)))

@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from cluster.core.disaggregation import DisaggregationConfig
-from cluster.core.ids import Route, WorkerId
+from cluster.core.ids import Route
 from cluster.policy.break_even import (
     STAY_GAIN,
     LocalRead,
@@ -16,7 +16,7 @@ from cluster.policy.break_even import (
     step_limit_ms,
     why_not_staying,
 )
-from cluster.policy.costs import StepCosts, WorkerLike, mean_ms_per_token, usual_costs
+from cluster.policy.costs import StepCosts, WorkerLike, mean_ms_per_token
 from cluster.policy.decision import (
     NEARLY,
     NO_ROOM,
@@ -27,6 +27,7 @@ from cluster.policy.decision import (
     Placement,
     best,
     has_room,
+    keeps_tpot,
     may_read,
     reads,
     writes,
@@ -37,19 +38,19 @@ if TYPE_CHECKING:  # which calls this
 
 
 def place_reading(
-    demand: Demand, candidates: Candidates, options: list[Option], readers: list[Option]
+    demand: Demand, candidates: Candidates, options: list[Option], readers: list[Option], usual: StepCosts
 ) -> Placement | None:
     """On a decode worker that reads the prompt itself, if the rules or the costs are for it.
 
-    Of decode workers, those that would write it more slowly than the best one pay for that here.
+    Of decode workers, those that would write it more slowly than the best one pay for that here. `usual`: of them.
     """
     rules = candidates.rules
     if rules.max_local_tokens == 0:
         return None
-    usual = _usual_of_decode(candidates)
-    able = [option for option in options if may_read(option)]
+    usual = _with_chunk_cost(usual, candidates)
     if rules.max_local_tokens is not None:
-        option = best([option for option in able if option.num_uncached_tokens <= rules.max_local_tokens])
+        short = [option for option in options if option.num_uncached_tokens <= rules.max_local_tokens]
+        option = best([option for option in short if may_read(option)])
         if option is None:
             return None
         limit_ms = step_limit_ms(option.worker, demand.block_size, usual, rules)
@@ -58,17 +59,20 @@ def place_reading(
     reading_ms_per_token = mean_ms_per_token(candidates.prefill)
     if reading_ms_per_token is None:
         return None
-    pushed_ms = min((_pushed_ms(reader, candidates, usual) for reader in readers), default=inf)
-    least_token_ms = min(option.predicted_ms for option in options)
+    pushed_ms = min([_pushed_ms(reader, candidates, usual) for reader in readers], default=inf)
+    least_token_ms = min([option.predicted_ms for option in options])
     found: tuple[float, Option, LocalRead] | None = None
-    for option in able:
+    for option in options:
+        others_ms = READING_WEIGHT * option.num_uncached_tokens * reading_ms_per_token
+        reading_ms = option.num_uncached_tokens * (option.worker.chunk_token_ms or usual.chunk_token_ms)
+        if reading_ms + others_ms >= pushed_ms or not may_read(option):
+            continue
         read = local_read(option.worker, option.num_uncached_tokens, demand.block_size, usual, rules)
         if read is None:
             continue
         slower_ms = max(0.0, option.predicted_ms - (1 + NEARLY) * least_token_ms) * demand.num_emitted
-        others_ms = READING_WEIGHT * option.num_uncached_tokens * reading_ms_per_token
         cost_ms = read.read_ms + read.held_up_ms + slower_ms + others_ms
-        if cost_ms < pushed_ms and (found is None or (cost_ms, option.load, option.worker.id) < _rank(found)):
+        if cost_ms < pushed_ms and (found is None or (cost_ms, option.rank) < (found[0], found[1].rank)):
             found = cost_ms, option, read
     if found is None:
         return None
@@ -78,10 +82,6 @@ def place_reading(
         f"which costs all {cost_ms:.0f} ms, and a push {pushed_ms:.0f}"
     )
     return _reading(option, Cause.BREAK_EVEN, f"{writes(option)}, and {why}", read.step_limit_ms)
-
-
-def _rank(found: tuple[float, Option, LocalRead]) -> tuple[float, tuple[int, int], WorkerId]:
-    return found[0], found[1].load, found[1].worker.id
 
 
 def _reading(option: Option, cause: Cause, reason: str, limit_ms: float) -> Placement:
@@ -105,21 +105,24 @@ def _pushed_ms(reader: Option, candidates: Candidates, usual: StepCosts) -> floa
 
 
 def place_staying(
-    demand: Demand, candidates: Candidates, readers: list[Option], decode: Option | None
+    demand: Demand, candidates: Candidates, readers: list[Option], decode: Option | None, usual: StepCosts
 ) -> Placement | None:
-    """On a prefill worker that also writes the answer. `decode` would write it otherwise; None if all are full."""
+    """On a prefill worker that also writes the answer. `decode` would write it otherwise; None if all are full.
+    `usual`: of decode workers."""
     rules, block_size = candidates.rules, demand.block_size
     if not rules.may_stay:
         return None
-    usual = usual_costs(candidates.decode)
     num_context_tokens = demand.num_expected_blocks * block_size
     options = []
     for reader in readers:
         worker = reader.worker
+        if worker.backlog_tokens:
+            continue  # It does not idle.
         token_ms = staying_tpot_ms(worker, num_context_tokens, block_size, usual)
         if (
             (decode is None or _is_much_slower(decode.predicted_ms, token_ms, rules))
             and has_room(worker, demand.num_expected_blocks, demand.num_sequences)
+            and keeps_tpot(worker, token_ms, candidates.max_tpot_ms)
             and why_not_staying(worker, num_context_tokens, demand.num_sequences, block_size, usual) is None
         ):
             cost_ms = reader.cost_ms + demand.num_emitted * token_ms
@@ -146,10 +149,9 @@ def _is_much_slower(decode_ms: float, staying_ms: float, rules: DisaggregationCo
     return staying_ms > 0 and (decode_ms >= STAY_GAIN * staying_ms or breaks_limit)
 
 
-def _usual_of_decode(candidates: Candidates) -> StepCosts:
+def _with_chunk_cost(usual: StepCosts, candidates: Candidates) -> StepCosts:
     """Where no decode worker has read anything lately, a token counts what it costs prefill workers, less its share of
     what a step costs whatever is in it."""
-    usual = usual_costs(candidates.decode)
     if usual.chunk_token_ms:
         return usual
     costs_ms = [_token_ms(worker, usual) for worker in candidates.prefill if worker.ms_per_token > 0]

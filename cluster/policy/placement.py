@@ -20,12 +20,13 @@ from typing import Final
 
 from cluster.core.ids import Route, WorkerId
 from cluster.core.output_estimate import UNMEASURED_OUTPUT_TOKENS
-from cluster.policy.costs import StepCosts, WorkerLike, push_ms, read_ms, tpot_ms, usual_costs
+from cluster.policy.costs import StepCosts, WorkerLike, decode_step_ms, push_ms, read_ms, usual_costs
 from cluster.policy.decision import (
     NEARLY,
     NEARLY_READ,
     NO_ROOM,
     READING_WEIGHT,
+    TOO_SLOW,
     Candidates,
     Cause,
     Option,
@@ -33,6 +34,7 @@ from cluster.policy.decision import (
     Wait,
     best,
     has_room,
+    keeps_tpot,
     may_read,
     reads,
     starts_soon,
@@ -49,7 +51,7 @@ TYPICAL_ANSWER_TOKENS: Final = 128
 """For the break-even that operators are shown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: that would treble what it costs to make one
 class Demand:
     """What a request needs.
 
@@ -111,13 +113,16 @@ def place(
         why_local: if given, decode is to read the prompt itself, for this reason.
     """
     prefill = () if why_local else candidates.prefill
-    options = _decode_options(demand, candidates, prefill, excluded)
+    usual, usual_reader = usual_costs(candidates.decode), usual_costs(candidates.prefill)
+    roomy = _decode_options(demand, candidates, prefill, excluded, usual)
+    options = [option for option in roomy if keeps_tpot(option.worker, option.predicted_ms, candidates.max_tpot_ms)]
     decode = best(options)
     if not candidates.decode:
         return Wait(reason="no decode worker is alive")
     if decode is None:
-        readers = _prefill_options(demand, candidates, None) if prefill else []
-        return place_staying(demand, candidates, readers, None) or Wait(reason=NO_ROOM)
+        readers = _prefill_options(demand, candidates, None, usual_reader) if prefill else []
+        other = place_staying(demand, candidates, readers, None, usual)
+        return other or Wait(reason=TOO_SLOW if roomy else NO_ROOM)
     if why_local:
         return _place_local(demand, decode, Cause.TRANSFER_FAILED, why_local)
     if not prefill:
@@ -125,8 +130,9 @@ def place(
     if demand.num_kv_blocks > max(1, decode.worker.num_total_blocks * MAX_RESERVED_PERCENT // 100):
         why = f"{demand.num_kv_blocks} blocks are too large a share for a push"
         return _place_local(demand, decode, Cause.TOO_LARGE, why)
-    readers = _prefill_options(demand, candidates, decode.worker)
-    other = place_reading(demand, candidates, options, readers) or place_staying(demand, candidates, readers, decode)
+    readers = _prefill_options(demand, candidates, decode.worker, usual_reader)
+    other = place_reading(demand, candidates, options, readers, usual)
+    other = other or place_staying(demand, candidates, readers, decode, usual)
     if other is not None:
         return other
     reader = best([option for option in readers if may_read(option)])
@@ -159,9 +165,12 @@ def takes(worker: WorkerLike, demand: Demand) -> bool:
 
 
 def _decode_options(
-    demand: Demand, candidates: Candidates, prefill: tuple[WorkerLike, ...], excluded: Mapping[WorkerId, int]
+    demand: Demand,
+    candidates: Candidates,
+    prefill: tuple[WorkerLike, ...],
+    excluded: Mapping[WorkerId, int],
+    usual: StepCosts,
 ) -> list[Option]:
-    usual = usual_costs(candidates.decode)
     return [
         _decode_option(demand, candidates, prefill, worker, usual)
         for worker in candidates.decode
@@ -178,53 +187,59 @@ def _decode_option(
     first of these, which is the likeliest to be taken."""
     num_held_blocks = candidates.num_held_blocks.get(worker.id, 0)
     num_uncached_tokens = demand.num_tokens - num_held_blocks * demand.block_size
-    token_ms = tpot_ms(worker, demand.num_expected_blocks * demand.block_size, demand.block_size, usual)
+    num_context_tokens = (worker.num_promised_blocks + demand.num_expected_blocks) * demand.block_size
+    token_ms = decode_step_ms(worker, num_context_tokens, usual)
     own_ms = demand.num_emitted * token_ms
     others_ms = 0.0
     if prefill:
         own_ms += push_ms(candidates.links, prefill[0], worker, demand.num_read_blocks - num_held_blocks)
     else:
         own_ms += read_ms(worker, num_uncached_tokens, usual)
-        others_ms = _others_ms(num_uncached_tokens, usual)
+        others_ms = READING_WEIGHT * num_uncached_tokens * usual.ms_per_token
     return Option(
         worker=worker,
         cost_ms=own_ms + others_ms,
         slack_ms=NEARLY * own_ms,
-        load=(worker.num_promised_blocks - num_held_blocks - worker.num_total_blocks, worker.num_sequences),
+        rank=(worker.num_promised_blocks - num_held_blocks - worker.num_total_blocks, worker.num_sequences, worker.id),
         num_uncached_tokens=num_uncached_tokens,
         num_bound_tokens=num_held_blocks * demand.block_size,
         predicted_ms=token_ms,
     )
 
 
-def _prefill_options(demand: Demand, candidates: Candidates, decode: WorkerLike | None) -> list[Option]:
+def _prefill_options(
+    demand: Demand, candidates: Candidates, decode: WorkerLike | None, usual: StepCosts
+) -> list[Option]:
     """What costs is the reading, or the push to `decode` where that is slower: they go on at the same time. Answers
     that are written there wait for it as well. Whether it can start soon is not asked here."""
-    usual = usual_costs(candidates.prefill)
-    fetches = _fetches(demand, candidates, usual)
-    num_fetchable_blocks = max((fetch.num_blocks for fetch in fetches.values()), default=0)
+    fetches = _fetches(demand, candidates, usual) if candidates.sources else {}
+    num_fetchable_blocks = max([fetch.num_blocks for fetch in fetches.values()], default=0)
+    held = candidates.num_held_blocks
+    num_pushed_blocks = demand.num_read_blocks
+    if decode is not None:
+        num_pushed_blocks -= held.get(decode.id, 0)
     options = []
     for worker in candidates.prefill:
         if not has_room(worker, demand.num_read_blocks, 1):
             continue
-        num_own_blocks = candidates.num_held_blocks.get(worker.id, 0)
+        num_own_blocks = held.get(worker.id, 0)
         fetch = fetches.get(worker.id)
         num_held_blocks = num_own_blocks if fetch is None else fetch.num_blocks
         num_uncached_tokens = demand.num_tokens - num_held_blocks * demand.block_size
-        predicted_ms = read_ms(worker, num_uncached_tokens, usual)
+        token_ms = worker.ms_per_token or usual.ms_per_token
+        predicted_ms = (worker.backlog_tokens + num_uncached_tokens) * token_ms
         if fetch is not None:  # while that comes, what is before it is read
-            predicted_ms += max(0.0, fetch.predicted_ms - read_ms(worker, 0, usual))
+            predicted_ms += max(0.0, fetch.predicted_ms - worker.backlog_tokens * token_ms)
         if decode is not None:
-            num_pushed_blocks = demand.num_read_blocks - candidates.num_held_blocks.get(decode.id, 0)
-            pushed_ms = read_ms(worker, 0, usual) + push_ms(candidates.links, worker, decode, num_pushed_blocks)
+            pushed_ms = worker.backlog_tokens * token_ms + push_ms(candidates.links, worker, decode, num_pushed_blocks)
             predicted_ms = max(predicted_ms, pushed_ms)
-        held_up_ms = worker.num_writing * num_uncached_tokens * (worker.ms_per_token or usual.ms_per_token)
+        held_up_ms = worker.num_writing * num_uncached_tokens * token_ms
         options.append(
             Option(
                 worker=worker,
-                cost_ms=predicted_ms + held_up_ms + _others_ms(num_uncached_tokens, usual),
+                cost_ms=predicted_ms + held_up_ms + READING_WEIGHT * num_uncached_tokens * usual.ms_per_token,
                 slack_ms=NEARLY_READ * predicted_ms,
-                load=(worker.num_given_tokens, worker.num_sequences),
+                rank=(worker.num_given_tokens, worker.num_sequences, worker.id),
                 num_uncached_tokens=num_uncached_tokens,
                 num_bound_tokens=max(0, num_own_blocks - num_fetchable_blocks) * demand.block_size,
                 predicted_ms=predicted_ms,
@@ -236,17 +251,12 @@ def _prefill_options(demand: Demand, candidates: Candidates, decode: WorkerLike 
 def _fetches(demand: Demand, candidates: Candidates, usual: StepCosts) -> dict[WorkerId, PrefixFetch]:
     """What each prefill worker would fetch, if it were to read the prompt."""
     fetches = {}
-    for worker in candidates.prefill if candidates.sources else ():
+    for worker in candidates.prefill:
         num_own_blocks = candidates.num_held_blocks.get(worker.id, 0)
         fetch = fetch_of(worker, candidates.sources, num_own_blocks, demand.block_size, candidates.links, usual)
         if fetch is not None:
             fetches[worker.id] = fetch
     return fetches
-
-
-def _others_ms(num_tokens: int, usual: StepCosts) -> float:
-    """What reading so many tokens costs those that come after, wherever it is done."""
-    return READING_WEIGHT * num_tokens * usual.ms_per_token
 
 
 def _place_local(demand: Demand, option: Option, cause: Cause, why: str) -> Placement | Wait:

@@ -33,6 +33,8 @@ FREQUENT_FAULTS = (FaultKind.DATA, FaultKind.DATA, FaultKind.PAUSE, FaultKind.PA
 NEEDS_CHECKSUMS = ("corrupt", "skip_data")
 
 TENANTS = ("", "a", "b")
+LARGE_EVERY = 50
+"""One history in so many is of a large cluster; the others are small, where faults meet more often."""
 LIMITED_EVERY = 8
 """Histories in which the cluster has a limit on the time to a first token, and as many with quotas."""
 LIMITED_TENANTS = TenantsConfig(
@@ -48,10 +50,14 @@ def generate(seed: int) -> Scenario:
     max_model_tokens = draw.choice((24, 40, 64))
     least_blocks = -(-max_model_tokens // block_size) + 1
     num_fronts = draw.choice((1, 1, 2))
+    num_prefill, num_decode = draw.choice((0, 1, 1, 1, 2, 2)), draw.choice((1, 1, 2, 2, 3))
+    if is_large(seed):
+        size = random.Random(f"{seed}/size")
+        num_prefill, num_decode = size.randint(1, 20), size.randint(2, 30)
     shape = Scenario(
         seed=seed,
-        num_prefill=draw.choice((0, 1, 1, 1, 2, 2)),
-        num_decode=draw.choice((1, 1, 2, 2, 3)),
+        num_prefill=num_prefill,
+        num_decode=num_decode,
         num_fronts=num_fronts,
         block_size=block_size,
         num_blocks=int(least_blocks * draw.choice((1.0, 1.3, 2.0, 4.0))),
@@ -92,6 +98,11 @@ def generate(seed: int) -> Scenario:
     )
 
 
+def is_large(seed: int) -> bool:
+    """Whether the seed's cluster has up to 50 workers, with as many more requests and faults."""
+    return seed % LARGE_EVERY == LARGE_EVERY - 1
+
+
 def _disaggregation(draw: random.Random, shape: Scenario) -> DisaggregationConfig:
     """Short histories measure little, so most that are to mix all ways fix how much decode reads itself."""
     fixed = draw.choice((shape.block_size, shape.max_model_tokens // 3))
@@ -105,6 +116,8 @@ def _requests(draw: random.Random, shape: Scenario) -> tuple[Request, ...]:
     stems = [[draw.randrange(VOCABULARY_SIZE) for _ in range(shape.max_model_tokens)] for _ in range(2)]
     window_ns = draw.choice((1, MAX_ARRIVAL_NS // 5, MAX_ARRIVAL_NS))
     num_requests = draw.choice((1, 2, 3, 4, 6, 8, 16))
+    if is_large(shape.seed):
+        num_requests += 2 * len(shape.worker_names)
     return tuple(_request(draw, shape, index, stems, draw.randrange(window_ns)) for index in range(num_requests))
 
 
@@ -176,6 +189,8 @@ def _log_uniform(draw: random.Random, low: int, high: int) -> int:
 def _faults(draw: random.Random, shape: Scenario, requests: tuple[Request, ...]) -> tuple[Fault, ...]:
     """Faults begin soon after some request has arrived: that is when they can do harm."""
     num_faults = draw.choice((0, 1, 2, 2, 3, 4, 6, 10))
+    if is_large(shape.seed):
+        num_faults += len(shape.worker_names) // 2
     faults = []
     for _ in range(num_faults):
         delay_ns = _log_uniform(draw, MILLISECOND_NS, MAX_FAULT_DELAY_NS)

@@ -81,9 +81,7 @@ class Record:
 
 def write_record(file: BinaryIO, content: bytes) -> int:
     """Returns the number of bytes written. Raises: OSError."""
-    file.write(len(content).to_bytes(LENGTH_BYTES, "little"))
-    file.write(content)
-    return LENGTH_BYTES + len(content)
+    return file.write(len(content).to_bytes(LENGTH_BYTES, "little") + content)
 
 
 def read_records(file: BinaryIO) -> Iterator[Record]:

@@ -133,19 +133,39 @@ def test_clients_that_leave_while_others_stay(pair_float32: ClusterHandle, refer
     assert_nothing_left(pair_float32)
 
 
-def test_a_deadline_ends_the_call_and_frees_everything(pair_float32: ClusterHandle, reference: dict[str, Any]) -> None:
-    async def hurry(client: Client) -> grpc.StatusCode:
-        request = inference_pb2.GenerateRequest(
-            token_ids=inference_pb2.TokenIds(ids=_prompt(reference, LONG)["prompt_ids"]), cache_salt="hurry"
-        )
-        try:
-            async for _ in client.inference.Generate(request, timeout=0.5):
-                continue
-        except grpc.aio.AioRpcError as error:
-            return error.code()
-        return grpc.StatusCode.OK
+def _hurry(cluster: ClusterHandle, prompt_ids: list[int], timeout_s: float) -> tuple[grpc.StatusCode, int, str]:
+    """A call with a deadline, for as long an answer as fits: how it ends, after how many tokens, and why."""
 
-    assert run(pair_float32, hurry) is grpc.StatusCode.DEADLINE_EXCEEDED
+    async def hurry(client: Client) -> tuple[grpc.StatusCode, int, str]:
+        request = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=prompt_ids),
+            sampling=inference_pb2.SamplingParams(max_tokens=4000, ignore_eos=True),
+            cache_salt="hurry",
+        )
+        num_tokens = 0
+        try:
+            async for reply in client.inference.Generate(request, timeout=timeout_s):
+                num_tokens += len(reply.token_ids)
+        except grpc.aio.AioRpcError as error:
+            return error.code(), num_tokens, error.details() or ""
+        return grpc.StatusCode.OK, num_tokens, ""
+
+    found: tuple[grpc.StatusCode, int, str] = run(cluster, hurry)
+    return found
+
+
+def test_a_deadline_ends_the_call_and_frees_everything(pair_float32: ClusterHandle, reference: dict[str, Any]) -> None:
+    code, num_tokens, details = _hurry(pair_float32, _prompt(reference, 16)["prompt_ids"], 3.0)
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED and 0 < num_tokens < 4000, details
+    assert_nothing_left(pair_float32)
+
+
+def test_a_prompt_that_cannot_be_read_by_its_deadline_is_refused_at_once(
+    pair_float32: ClusterHandle, reference: dict[str, Any]
+) -> None:
+    """By then the cluster has measured what reading costs it."""
+    code, num_tokens, details = _hurry(pair_float32, _prompt(reference, LONG)["prompt_ids"], 0.3)
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and num_tokens == 0 and "deadline" in details, details
     assert_nothing_left(pair_float32)
 
 

@@ -364,10 +364,12 @@ class _Worker(tokens_pb2_grpc.TokensServicer):
             last = start + 1 == len(ids)
             self._put(batches, script, watch, start, timeline, finish=script.finish if last else None)
             return
+        # Its first token is the prefill worker's to send, as what that says of the prompt comes with it.
+        first = max(watch.next_position, start + 1) if script.has_prefill else watch.next_position
         limit = len(ids)
         if script.hold_after is not None and watch.attempt.attempt <= max(1, script.fail_attempts):
             limit = script.hold_after
-        for position in range(watch.next_position, limit):
+        for position in range(first, limit):
             if script.pause_s:
                 await asyncio.sleep(script.pause_s)
             if script.cut_stream_after == position and request_id not in self._cluster.cuts:
@@ -376,7 +378,7 @@ class _Worker(tokens_pb2_grpc.TokensServicer):
                 return
             last = position + 1 == len(ids)
             timeline = None
-            if last or position == watch.next_position:
+            if last or position == first:
                 timeline = LegTimeline(push_ms=4.5, decode_ms=5.5, kv_bytes=100, kv_transport="shm")
             self._put(batches, script, watch, position, timeline, finish=script.finish if last else None)
 

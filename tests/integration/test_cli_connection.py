@@ -16,16 +16,19 @@ TIMEOUT_S = 20.0
 
 
 @contextlib.contextmanager
-def relay(address: str, cut: threading.Event) -> Iterator[str]:
-    """An address that leads to `address`, until `cut` is set: then its connections are gone and it takes no more."""
+def relay(address: str, last: bytes) -> Iterator[str]:
+    """An address that leads to `address`, until `last` has passed: then connections end and it takes no more."""
     host, _, port = address.rpartition(":")
     listener = socket.create_server(("127.0.0.1", 0))
     ends: list[socket.socket] = [listener]
+    cut = threading.Event()
 
     def pump(source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(2**16):
                 target.sendall(data)
+                if last in data:
+                    cut.set()
             target.shutdown(socket.SHUT_WR)
 
     def accept() -> None:
@@ -55,15 +58,13 @@ def relay(address: str, cut: threading.Event) -> Iterator[str]:
 
 
 def test_a_connection_that_breaks_is_told_in_plain_words(tmp_path: Path) -> None:
-    cut = threading.Event()
     gone = threading.Event()
 
     def cut_off(request: object, context: object) -> Iterator[inference_pb2.GenerateResponse]:
         yield inference_pb2.GenerateResponse(request_id="r", token_ids=[11, 12], text="Hello")
-        cut.set()
         gone.wait(TIMEOUT_S)
 
-    with serving(ScriptedFront(cut_off)) as address, relay(address, cut) as relayed:
+    with serving(ScriptedFront(cut_off)) as address, relay(address, last=b"Hello") as relayed:
         said = baton("generate", "--prompt", "a", "--json", "-a", relayed, home=tmp_path)
         gone.set()
     lost = f"the connection to the cluster at {relayed} was lost before the answer was complete"

@@ -60,7 +60,7 @@ async def _read_by_decode(cluster: PlainCluster, model: Path) -> Answer:
         while not any(w.prefix_cache.num_blocks for w in (await _status(cluster)).pools[1].workers):
             await asyncio.sleep(0.05)
         hashes = hash_blocks(BODY.prompt_ids, BLOCK_SIZE, extra_key(model_fingerprint(model)))
-        answer = cluster.front.submit("local", BODY, tuple(hashes))
+        answer = cluster.front.submit("local", BODY, b"".join(hashes))
         await answer.done.wait()
     return answer
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -15,6 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from cluster.front.detokenizer import Detokenizer
 from cluster.front.output_text import OutputText
 from cluster.front.stop_strings import StopMatcher
+from cluster.live.environment import read_environment
+from engine.model.importer import import_model
+from engine.model.packaged_models import SMOLLM2
 
 SAMPLES = (
     "Hello world, don't stop. The quick brown fox jumps over the lazy dog!",
@@ -124,15 +127,12 @@ def test_spaces_and_byte_tokens(parts: list[str], cuts: list[int]) -> None:
     assert all("\ufffd" not in piece for piece in pieces)
 
 
-SMOLLM2_PATH = Path.home() / ".cache" / "baton" / "models" / "SmolLM2-135M-Instruct" / "tokenizer.json"
-
-
 @functools.cache
 def _smollm2() -> Tokenizer:
-    return Tokenizer.from_file(str(SMOLLM2_PATH))
+    directory = import_model(SMOLLM2.name, read_environment(os.environ).models_dir)  # it is there already, most times
+    return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
-@pytest.mark.skipif(not SMOLLM2_PATH.is_file(), reason="the demo model has not been imported")
 @settings(max_examples=200, deadline=None)
 @given(text=TEXT, noise=st.lists(st.integers(0, 49_151), max_size=20), cuts=CUTS)
 def test_the_demo_models_tokenizer(text: str, noise: list[int], cuts: list[int]) -> None:

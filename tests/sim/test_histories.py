@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cluster.core.ids import Outcome
 from cluster.sim.__main__ import main
-from cluster.sim.generator import generate
+from cluster.sim.generator import LARGE_EVERY, generate
 from cluster.sim.history import HistoryError, Report, run_seed
 from cluster.sim.scenario import FaultKind
 from cluster.sim.trace import Trace
@@ -51,6 +51,13 @@ def test_histories_reach_what_they_are_meant_to_reach() -> None:
 def test_every_kind_of_fault_is_drawn() -> None:
     drawn = {fault.kind for seed in range(200) for fault in generate(seed).faults}
     assert drawn == set(FaultKind)
+
+
+def test_clusters_of_all_sizes_are_drawn() -> None:
+    sizes = [len(generate(seed).worker_names) for seed in range(LARGE_EVERY)]
+    assert sum(size > 5 for size in sizes) == 1 and min(sizes) <= 2
+    large = [len(generate(seed).worker_names) for seed in range(LARGE_EVERY - 1, 40 * LARGE_EVERY, LARGE_EVERY)]
+    assert min(large) < 10 and 45 < max(large) <= 50
 
 
 def test_requests_for_several_answers_and_for_scores_are_drawn() -> None:

@@ -7,11 +7,6 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-WITHOUT_A_TEST = {
-    24: "there is neither grammar nor speculation",
-    27: "there is no autoscaling",
-}
-"""Lines that no test can show before something is built."""
 
 
 def numbers_listed() -> list[int]:
@@ -45,4 +40,4 @@ def test_the_list_is_numbered_without_gaps() -> None:
 def test_every_bad_day_has_a_test_and_every_mark_a_bad_day() -> None:
     listed, marked = set(numbers_listed()), numbers_marked()
     assert not {number: tests for number, tests in marked.items() if number not in listed}, "marks of unknown lines"
-    assert sorted(listed - marked.keys()) == sorted(WITHOUT_A_TEST), "lines without a test"
+    assert not listed - marked.keys(), "lines without a test"

@@ -209,3 +209,21 @@ def test_blocks_count_as_places_do() -> None:
 
 def test_unmeasured_writers_keep_nobody_out() -> None:
     assert _waits_ms(ARRIVAL, make_worker("d0", num_sequences=8), num_ahead=50) == 0
+
+
+def test_who_keeps_answers_few_for_their_speed_makes_others_wait() -> None:
+    """Room for all, but with a limit on the time per token there is a place for two more, then for none."""
+    writer = make_worker(
+        "d0", num_sequences=2, num_promised_blocks=10, decode_base_ms=10.0, decode_context_token_ms=0.0625
+    )  # 20 ms a token; an answer of ten blocks makes it 10 ms more
+    reader = make_worker("p0", ms_per_token=1.0)
+    limited = replace(ARRIVAL, max_latency_ms=150, num_blocks=10)
+
+    def decide(max_tpot_ms: float | None, num_ahead: int) -> Admit | Refuse:
+        situation = _with(reader, writers=(writer,), ahead=Ahead(num_requests=num_ahead))
+        return admit(limited, replace(situation, capacity=replace(situation.capacity, max_tpot_ms=max_tpot_ms)))
+
+    assert isinstance(decide(None, 2), Admit)
+    assert isinstance(decide(40.0, 1), Admit) and isinstance(decide(40.0, 2), Refuse)
+    assert isinstance(decide(39.0, 0), Admit) and isinstance(decide(39.0, 1), Refuse)
+    assert isinstance(decide(15.0, 0), Refuse), "it is too slow already"

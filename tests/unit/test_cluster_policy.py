@@ -9,6 +9,7 @@ import pytest
 
 from cluster.core.ids import WorkerId
 from cluster.policy.candidates import MAX_ALL, MAX_HOLDERS, NUM_DRAWN, candidates_of
+from cluster.policy.decision import NO_ROOM, TOO_SLOW
 from cluster.policy.placement import Candidates, Demand, Placement, Wait, demand_of, place
 
 
@@ -336,3 +337,24 @@ def test_of_many_workers_a_few_are_drawn_anew_for_each_decision() -> None:
     assert all(len(drawn) <= MAX_HOLDERS + NUM_DRAWN for drawn in draws)
     times = Counter(worker.id for drawn in draws for worker in drawn[MAX_HOLDERS:])
     assert len(times) == len(workers) - MAX_HOLDERS and max(times.values()) <= 40, "16 is the mean"
+
+
+# ---- a limit on the time per token ----------------------------------------------------------------------------
+
+
+def test_a_worker_takes_no_answer_that_would_slow_all_of_its_answers_beyond_the_limit() -> None:
+    """A token takes 10 ms, and 0.01 ms more for each token of context: 50 blocks promised and 7 more are 19.12 ms."""
+    costs = {"decode_base_ms": 10.0, "decode_context_token_ms": 0.01}
+    busy = _worker("d0", num_sequences=3, num_promised_blocks=50, **costs)
+    calm = _worker("d1", num_sequences=1, num_promised_blocks=90, **costs)
+    demand = demand_of(100, 8, 16)
+    candidates = _candidates([_worker("p0")], [busy, calm])
+    for max_tpot_ms, expected in ((None, "d0"), (19.2, "d0"), (19.1, TOO_SLOW)):
+        decision = place(demand, replace(candidates, max_tpot_ms=max_tpot_ms), {})
+        assert (decision.reason if isinstance(decision, Wait) else decision.decode.name) == expected
+    idle = _worker("d2", decode_base_ms=99.0)
+    decision = place(demand, replace(_candidates([_worker("p0")], [busy, idle]), max_tpot_ms=19.1), {})
+    assert isinstance(decision, Placement) and decision.decode.name == "d2", "an idle one takes anything"
+    full = _worker("d0", num_sequences=8, max_running=8, **costs)
+    decision = place(demand, replace(_candidates([_worker("p0")], [full]), max_tpot_ms=19.1), {})
+    assert decision == Wait(reason=NO_ROOM)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
+from statistics import median
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from cluster.core.effects import WarnOfFewPushes
 from cluster.core.ids import AttemptId, Outcome, Route, WorkerId
 from cluster.core.limits import MIN_PUSHED_SHARE, NUM_RECENT_ROUTES
 from cluster.core.messages import CancelRequest, Committed, Finished, Heartbeat, Placed, PrefillDone, RequestDone
-from cluster.core.routes import FewPushes, HandOverCosts, RouteRecord
+from cluster.core.routes import NUM_SAMPLES, FewPushes, HandOverCosts, RouteRecord
 from cluster.core.state import ClusterState
 from cluster.live.driver import Driver
 from cluster.policy.decision import Cause
@@ -145,6 +147,15 @@ def test_medians_are_taken() -> None:
     for duration_ms in (3.0, 100.0, 5.0):
         costs.taken_over(duration_ms)
     assert (costs.usual.reserve_ms, costs.usual.take_over_ms) == (0.0, 5.0)
+
+
+def test_medians_are_of_the_last_pushes_only() -> None:
+    """Also where durations come several times, as they do with coarse clocks."""
+    rng, costs, durations_ms = random.Random(0), HandOverCosts(), []
+    for _ in range(4 * NUM_SAMPLES):
+        durations_ms.append(float(rng.randrange(9)))
+        costs.reserved(durations_ms[-1])
+        assert costs.usual.reserve_ms == median(durations_ms[-NUM_SAMPLES:])
 
 
 def test_the_break_even_is_shown_as_it_is_now() -> None:

@@ -38,6 +38,7 @@ ADMISSION = AdmissionView(
     queue_limit=5,
     num_queued_tokens=70,
     slo_ttft_ms=None,
+    slo_tpot_ms=37.5,
     refusals=((RefusalCause.QUOTA, 3), (RefusalCause.TOO_MANY, 1)),
     tenants=(
         TenantView(
@@ -126,7 +127,7 @@ def test_links_are_told_with_what_makes_them_slow() -> None:
 def test_the_queue_refusals_and_tenants_are_told() -> None:
     told = status_json(status())["admission"]
     assert told["refusals"] == {"quota": 3, "too_many": 1} and told["queue_limit"] == 5
-    assert told["slo_ttft_ms"] is None
+    assert told["slo_ttft_ms"] is None and told["slo_tpot_ms"] == 37.5
     assert told["tenants"][0]["quota"] == {"tokens_per_s": 10, "burst_tokens": 100, "level_tokens": -7}
     text = status_text(status())
     assert "queue: 0 of 5 requests, 70 tokens to read; refused: 3 quota, 1 too_many" in text

@@ -278,6 +278,8 @@ def test_the_file_names_tenants_and_what_the_others_have() -> None:
         ({"default_tenant": {"name": "a"}}, "default_tenant.name", "the unknown key 'name'"),
         ({"slo": {"ttft_ms": 0}}, "slo.ttft_ms", "0 (integer)"),
         ({"slo": {"ttft": 5}}, "slo.ttft", "the unknown key 'ttft'"),
+        ({"slo": {"tpot_ms": 0}}, "slo.tpot_ms", "0 (integer)"),
+        ({"slo": {"tpot_ms": "fast"}}, "slo.tpot_ms", "'fast' (text)"),
     ],
 )
 def test_errors_name_the_field(sections: dict[str, Any], path: str, found: str) -> None:

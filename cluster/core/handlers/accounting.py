@@ -15,12 +15,6 @@ from cluster.core.tenants import Tenant
 from cluster.policy.placement import Demand, demand_of
 
 
-def max_model_tokens(parts: Parts) -> int | None:
-    """The longest prompt and answer together; None while unknown."""
-    lengths = (parts.workers.max_model_tokens, parts.config.model.max_model_tokens)
-    return min((length for length in lengths if length is not None), default=None)
-
-
 def cut_chain(parts: Parts, block_hashes: bytes, num_read_tokens: int) -> bytes:
     """Of the packed hashes those of blocks that can be found in a cache: the last token read is always computed."""
     return block_hashes[: (num_read_tokens - 1) // parts.config.kv.block_size * BLOCK_HASH_BYTES]
@@ -28,7 +22,7 @@ def cut_chain(parts: Parts, block_hashes: bytes, num_read_tokens: int) -> bytes:
 
 def expected_output(parts: Parts, tenant: Tenant, num_read_tokens: int, num_tokens_left: int) -> int:
     """Tokens that an answer should still have."""
-    longest = max_model_tokens(parts)
+    longest = parts.workers.max_model_tokens
     num_room_tokens = num_tokens_left if longest is None else longest - num_read_tokens
     return max(1, min(tenant.output.num_tokens, num_tokens_left, num_room_tokens))
 

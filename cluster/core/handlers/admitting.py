@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Final
 
-from cluster.core.handlers.accounting import cut_chain, expected_output, max_model_tokens, open_account
+from cluster.core.handlers.accounting import cut_chain, expected_output, open_account
 from cluster.core.handlers.ending import enqueue, refuse_waiting
 from cluster.core.ids import FrontId, RefusalCause, Role
-from cluster.core.lane import Waiting
 from cluster.core.limits import MAX_LIVE_REQUESTS, NS_PER_MS
 from cluster.core.messages import Refused, Submit
 from cluster.core.parts import Parts
@@ -18,6 +18,8 @@ from cluster.policy.admission import Admit, Arrival, Refuse, Situation, StartLim
 from cluster.policy.candidates import candidates_of
 from cluster.policy.first_token import NOBODY, Ahead, Capacity
 from cluster.policy.placement import demand_of
+
+_NOTHING_AHEAD: Final = Ahead()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +62,13 @@ def _situation_of(parts: Parts, new: _Newcomer, arrival: Arrival, *, can_displac
     """Nobody asks for predictions of a request without limits, if there is room for it."""
     is_predicted = arrival.has_limit or parts.config.slo.ttft_ms is not None or len(parts.queue) >= parts.queue.limit
     if not is_predicted:
-        return _situation(parts, Waiting(), NOBODY)
-    ahead = parts.queue.ahead_of(new.tenant.name, new.message.priority, new.tenant.weight)
+        return _situation(parts, _NOTHING_AHEAD, NOBODY)
+    waiting = parts.queue.ahead_of(new.tenant.name, new.message.priority, new.tenant.weight)
+    ahead = Ahead(num_requests=waiting.num_requests, num_tokens=waiting.num_tokens)
     return _situation(parts, ahead, _capacity(parts), can_displace=can_displace)
 
 
-def _situation(parts: Parts, ahead: Waiting, capacity: Capacity, *, can_displace: bool = False) -> Situation:
+def _situation(parts: Parts, ahead: Ahead, capacity: Capacity, *, can_displace: bool = False) -> Situation:
     """The cluster as admission sees it."""
     return Situation(
         num_queued=len(parts.queue),
@@ -73,18 +76,18 @@ def _situation(parts: Parts, ahead: Waiting, capacity: Capacity, *, can_displace
         can_displace=can_displace,
         num_live=len(parts.requests),
         max_live=MAX_LIVE_REQUESTS,
-        max_model_tokens=max_model_tokens(parts),
+        max_model_tokens=parts.workers.max_model_tokens,
         max_prompt_blocks=parts.workers.max_decode_blocks,
         block_size=parts.config.kv.block_size,
         slo_ttft_ms=parts.config.slo.ttft_ms,
-        ahead=Ahead(num_requests=ahead.num_requests, num_tokens=ahead.num_tokens),
+        ahead=ahead,
         capacity=capacity,
     )
 
 
 def retry_after_all_ms(parts: Parts) -> int:
     """When everything that waits now should have been read."""
-    ahead = Waiting(num_requests=len(parts.queue), num_tokens=parts.queue.num_tokens)
+    ahead = Ahead(num_requests=len(parts.queue), num_tokens=parts.queue.num_tokens)
     return retry_after_ms(_situation(parts, ahead, _capacity(parts)))
 
 
@@ -100,6 +103,7 @@ def _capacity(parts: Parts) -> Capacity:
         writers=candidates_of(writers, (), seed),
         usual_output_tokens=parts.tenants.usual_output.mean_tokens,
         block_size=parts.config.kv.block_size,
+        max_tpot_ms=parts.config.slo.tpot_ms,
     )
 
 

@@ -66,7 +66,7 @@ def on_request_done(parts: Parts, now_ns: int, front: FrontId, message: RequestD
     request = _request_of(parts, front, message.request_id)
     if request is not None:
         settle(parts, now_ns, request, message.outcome, message.num_output_tokens)
-        forget_request(parts, now_ns, request, f"done: {message.outcome.value}")
+        forget_request(parts, now_ns, request, f"done: {message.outcome}")
 
 
 def on_resubmit(parts: Parts, now_ns: int, front: FrontId, message: Resubmit) -> None:

@@ -37,6 +37,7 @@ from cluster.core.messages import (
 )
 from cluster.core.parts import Parts
 from cluster.core.requests import Failure, Phase, Request
+from cluster.core.workers import Worker
 from cluster.policy.decision import Cause
 
 
@@ -100,16 +101,14 @@ def on_reserve_refused(parts: Parts, now_ns: int, sender: WorkerId, message: Res
         exclude_and_withdraw(parts, now_ns, request, attempt, f"{sender} cannot reserve: {message.reason}")
 
 
-def on_prefill_done(parts: Parts, now_ns: int, sender: WorkerId, message: PrefillDone) -> None:
+def on_prefill_done(parts: Parts, now_ns: int, sender: Worker, message: PrefillDone) -> None:
     """The prompt has been read. If its first token was also the last, decode is not needed."""
-    known = _known(parts, sender, message.attempt)
+    known = _known(parts, sender.id, message.attempt)
     if known is None:
         return
     attempt, leg = known
-    worker = parts.workers.get(sender)
-    assert worker is not None
     if not leg.is_released:
-        worker.mark_read(leg)
+        sender.mark_read(leg)
     attempt.read_ns = now_ns
     request = _request_of(parts, attempt)
     if message.outcome is None or request is None or request.phase is not Phase.PREFILLING:

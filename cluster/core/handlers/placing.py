@@ -11,7 +11,7 @@ from cluster.core.handlers.accounting import demand_for
 from cluster.core.handlers.ending import watch_deadline, withdraw_attempt
 from cluster.core.handlers.fetching import start_fetch
 from cluster.core.handlers.suspecting import keep_apart, on_placed
-from cluster.core.ids import Outcome, Role, Route, WorkerId
+from cluster.core.ids import AttemptId, Outcome, Role, Route, WorkerId
 from cluster.core.leases import Lease, Side
 from cluster.core.limits import EXCLUDE_AFTER_REFUSAL_NS, NS_PER_MS
 from cluster.core.messages import Placed
@@ -32,7 +32,8 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
     while (request_id := parts.queue.head()) is not None:
         request = parts.requests.get(request_id)
         assert request is not None and request.phase is Phase.QUEUED
-        request.excluded = {worker: until for worker, until in request.excluded.items() if until > now_ns}
+        if request.excluded:
+            request.excluded = {worker: until for worker, until in request.excluded.items() if until > now_ns}
         demand = demand_for(parts, request)
         candidates = keep_apart(parts, now_ns, request, _candidates(parts, now_ns, request))
         decision = candidates if isinstance(candidates, Wait) else _decide(parts, request, demand, candidates)
@@ -86,30 +87,33 @@ def _candidates(parts: Parts, now_ns: int, request: Request) -> Candidates:
     """Those that hold most of the prompt, and others drawn anew for each decision."""
     seed = parts.next_seed()
     held = parts.prefixes.look_up(request.chain)
-    found: dict[Role, tuple[Worker, ...]] = {}
-    for role in Role:
-        holders = [_registered(parts, worker) for worker in held.longest(role, MAX_HOLDERS)]
-        staying = [worker for worker in holders if not worker.is_leaving]
-        found[role] = candidates_of(parts.workers.with_role(role), staying, seed)
-        for worker in found[role]:
-            worker.foresee(now_ns)
-    num_held_blocks = {worker.id: held.num_blocks_of(worker.id) for workers in found.values() for worker in workers}
+    prefill = _candidates_with(parts, now_ns, Role.PREFILL, held, seed)
+    decode = _candidates_with(parts, now_ns, Role.DECODE, held, seed)
     return Candidates(
-        prefill=found[Role.PREFILL],
-        decode=found[Role.DECODE],
-        num_held_blocks=num_held_blocks,
+        prefill=prefill,
+        decode=decode,
+        num_held_blocks=held.num_blocks_by_worker([worker.id for worker in (*prefill, *decode)]),
         links=parts.links,
         rules=parts.config.disaggregation,
         hand_over=parts.hand_over.usual,
-        sources=_sources(parts, request, held, (*found[Role.PREFILL], *found[Role.DECODE])),
+        max_tpot_ms=parts.config.slo.tpot_ms,
+        sources=_sources(request, held, (*prefill, *decode)) if parts.config.coordinator.fetch_prefixes else (),
     )
 
 
-def _sources(
-    parts: Parts, request: Request, held: HeldPrefixes, workers: tuple[Worker, ...]
-) -> tuple[tuple[Worker, int], ...]:
+def _candidates_with(parts: Parts, now_ns: int, role: Role, held: HeldPrefixes, seed: int) -> tuple[Worker, ...]:
+    holders = [_registered(parts, worker) for worker in held.longest(role, MAX_HOLDERS)]
+    staying = [worker for worker in holders if not worker.is_leaving]
+    found = candidates_of(parts.workers.with_role(role), staying, seed)
+    for worker in found:
+        if worker.backlog_tokens:
+            worker.foresee(now_ns)
+    return found
+
+
+def _sources(request: Request, held: HeldPrefixes, workers: tuple[Worker, ...]) -> tuple[tuple[Worker, int], ...]:
     """Those from whom the reader could fetch most. What a worker is only expected to compute is not there yet."""
-    if not parts.config.coordinator.fetch_prefixes or request.suspicions:
+    if request.suspicions:
         return ()
     told = [(worker, held.num_told_blocks_of(worker.id)) for worker in workers]
     told = [(worker, num_blocks) for worker, num_blocks in told if num_blocks]
@@ -143,18 +147,9 @@ def _why_local(parts: Parts, request: Request) -> str | None:
 
 def count_route(parts: Parts, route: Route, cause: Cause) -> None:
     """An attempt has started. Warns if too few are still pushed, where they could be."""
-    few = parts.routes.add(route, cause, are_pools_whole=_are_pools_whole(parts))
+    few = parts.routes.add(route, cause, are_pools_whole=parts.workers.are_pools_whole)
     if few is not None:
         parts.outbox.warn_of_few_pushes(few)
-
-
-def _are_pools_whole(parts: Parts) -> bool:
-    """Whether there are prefill pools, and as many workers of either role as the cluster file has."""
-    for role in Role:
-        num_replicas = sum(pool.replicas for pool in parts.config.pools if pool.role is role)
-        if not 1 <= num_replicas <= len(parts.workers.with_role(role)):
-            return False
-    return True
 
 
 def exclude_and_withdraw(parts: Parts, now_ns: int, request: Request, attempt: Attempt, reason: str) -> None:
@@ -170,12 +165,13 @@ def _start_pair(
 ) -> None:
     prefill = _registered(parts, prefill_id)
     decode = _registered(parts, placement.decode)
+    attempt_id = request.attempt_id
     attempt = Attempt(
-        attempt_id=request.attempt_id,
+        attempt_id=attempt_id,
         lease_id=parts.next_lease_id(),
         placed_ns=now_ns,
-        prefill=_leg(request, prefill, Role.PREFILL, demand.num_read_blocks, 1, placement.num_uncached_tokens),
-        decode=_leg(request, decode, Role.DECODE, demand.num_expected_blocks, demand.num_sequences, 0),
+        prefill=_leg(attempt_id, prefill, Role.PREFILL, demand.num_read_blocks, 1, placement.num_uncached_tokens),
+        decode=_leg(attempt_id, decode, Role.DECODE, demand.num_expected_blocks, demand.num_sequences, 0),
         why=placement.reason,
     )
     _open(parts, now_ns, request, attempt)
@@ -206,13 +202,14 @@ def _start_pair(
 
 def _start_local(parts: Parts, now_ns: int, request: Request, demand: Demand, placement: Placement) -> None:
     decode = _registered(parts, placement.decode)
+    attempt_id = request.attempt_id
     attempt = Attempt(
-        attempt_id=request.attempt_id,
+        attempt_id=attempt_id,
         lease_id=parts.next_lease_id(),
         placed_ns=now_ns,
         prefill=None,
         decode=_leg(
-            request,
+            attempt_id,
             decode,
             Role.DECODE,
             demand.num_expected_blocks,
@@ -242,10 +239,10 @@ def _start_local(parts: Parts, now_ns: int, request: Request, demand: Demand, pl
 
 
 def _leg(
-    request: Request, worker: Worker, half: Role, num_blocks: int, num_sequences: int, num_unread_tokens: int
+    attempt_id: AttemptId, worker: Worker, half: Role, num_blocks: int, num_sequences: int, num_unread_tokens: int
 ) -> Leg:
     return Leg(
-        attempt_id=request.attempt_id,
+        attempt_id=attempt_id,
         worker=worker.id,
         half=half,
         num_blocks=num_blocks,

@@ -116,6 +116,9 @@ def keep_apart(parts: Parts, now_ns: int, request: Request, candidates: Candidat
 
 def on_placed(parts: Parts, now_ns: int, request: Request, attempt: Attempt) -> None:
     """To be called before the workers are given its legs: a suspect's trial begins, that of another ends early."""
+    if not request.suspicions and not parts.trials:
+        request.apart_until_ns = None
+        return
     is_alone = bool(request.suspicions) and all(_is_free(parts, now_ns, leg.worker) for leg in attempt.legs)
     for leg in attempt.legs:
         disturbed = parts.trials.close(leg.worker)
@@ -148,8 +151,11 @@ def _suspect(request: Request, worker: WorkerId) -> None:
 def _is_unclear(parts: Parts, request: Request) -> bool:
     """Whether the last attempt has failed, as the other side of its push said, while a worker that may have died of it
     has not yet said that it lives."""
-    last, failure = parts.attempts.get(request.attempt_id), request.last_failure
-    if last is None or last.prefill is None or failure is None or failure.outcome is not Outcome.TRANSFER_FAILED:
+    failure = request.last_failure
+    if failure is None or failure.outcome is not Outcome.TRANSFER_FAILED:
+        return False
+    last = parts.attempts.get(request.attempt_id)
+    if last is None or last.prefill is None:
         return False
     return last.prefill.state is LegState.CLOSING and last.prefill.was_computed
 

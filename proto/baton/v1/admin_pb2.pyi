@@ -165,6 +165,7 @@ class GetStatusResponse(_message.Message):
     ROUTES_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     NUM_POISON_FIELD_NUMBER: _builtins.int
+    PRESSURE_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     model: _builtins.str
     epoch: _builtins.int
@@ -190,6 +191,8 @@ class GetStatusResponse(_message.Message):
     def routes(self) -> Global___RoutesStatus:
         """Unset where there is no prefill pool."""
 
+    @_builtins.property
+    def pressure(self) -> Global___PressureStatus: ...
     def __init__(
         self,
         *,
@@ -206,14 +209,48 @@ class GetStatusResponse(_message.Message):
         routes: Global___RoutesStatus | None = ...,
         metrics_address: _builtins.str = ...,
         num_poison: _builtins.int = ...,
+        pressure: Global___PressureStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "routes", b"routes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "pressure", b"pressure", "routes", b"routes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "cluster", b"cluster", "epoch", b"epoch", "links", b"links", "metrics_address", b"metrics_address", "model", b"model", "num_fronts", b"num_fronts", "num_poison", b"num_poison", "num_queued", b"num_queued", "num_running", b"num_running", "pools", b"pools", "routes", b"routes", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "cluster", b"cluster", "epoch", b"epoch", "links", b"links", "metrics_address", b"metrics_address", "model", b"model", "num_fronts", b"num_fronts", "num_poison", b"num_poison", "num_queued", b"num_queued", "num_running", b"num_running", "pools", b"pools", "pressure", b"pressure", "routes", b"routes", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class PressureStatus(_message.Message):
+    """How near workers are, on average, to where they are given nothing more, which is 1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    PUSH_FIELD_NUMBER: _builtins.int
+    LIMITING_ROLE_FIELD_NUMBER: _builtins.int
+    prefill: _builtins.float
+    """What prefill workers have to read; the nearest of decode workers' limits (blocks, sequences, time per token)."""
+    decode: _builtins.float
+    push: _builtins.float
+    """Blocks of prefill workers that have nothing to read: KV that decode has not taken over."""
+    limiting_role: _builtins.str
+    """"prefill" or "decode": what limits the cluster. Empty: neither."""
+    def __init__(
+        self,
+        *,
+        prefill: _builtins.float = ...,
+        decode: _builtins.float = ...,
+        push: _builtins.float = ...,
+        limiting_role: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "limiting_role", b"limiting_role", "prefill", b"prefill", "push", b"push"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PressureStatus: _TypeAlias = PressureStatus  # noqa: Y015
 
 @_typing.final
 class RoutesStatus(_message.Message):
@@ -306,12 +343,15 @@ class AdmissionStatus(_message.Message):
     REFUSALS_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     SLO_TTFT_MS_FIELD_NUMBER: _builtins.int
+    SLO_TPOT_MS_FIELD_NUMBER: _builtins.int
     queue_limit: _builtins.int
     """Requests that may wait."""
     num_queued_tokens: _builtins.int
     """Tokens to be read for those that do."""
     slo_ttft_ms: _builtins.int
     """The cluster file's limit on the time to a first token; unset: none."""
+    slo_tpot_ms: _builtins.float
+    """And on the time per output token; unset: none."""
     @_builtins.property
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusalCount]:
         """In this life of the coordinator."""
@@ -328,13 +368,19 @@ class AdmissionStatus(_message.Message):
         refusals: _abc.Iterable[Global___RefusalCount] | None = ...,
         tenants: _abc.Iterable[Global___TenantStatus] | None = ...,
         slo_ttft_ms: _builtins.int | None = ...,
+        slo_tpot_ms: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_slo_ttft_ms", b"_slo_ttft_ms", "slo_ttft_ms", b"slo_ttft_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_slo_tpot_ms", b"_slo_tpot_ms", "_slo_ttft_ms", b"_slo_ttft_ms", "slo_tpot_ms", b"slo_tpot_ms", "slo_ttft_ms", b"slo_ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slo_ttft_ms", b"_slo_ttft_ms", "num_queued_tokens", b"num_queued_tokens", "queue_limit", b"queue_limit", "refusals", b"refusals", "slo_ttft_ms", b"slo_ttft_ms", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slo_tpot_ms", b"_slo_tpot_ms", "_slo_ttft_ms", b"_slo_ttft_ms", "num_queued_tokens", b"num_queued_tokens", "queue_limit", b"queue_limit", "refusals", b"refusals", "slo_tpot_ms", b"slo_tpot_ms", "slo_ttft_ms", b"slo_ttft_ms", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__slo_tpot_ms: _TypeAlias = _typing.Literal["slo_tpot_ms"]  # noqa: Y015
+    _WhichOneofArgType__slo_tpot_ms: _TypeAlias = _typing.Literal["_slo_tpot_ms", b"_slo_tpot_ms"]  # noqa: Y015
     _WhichOneofReturnType__slo_ttft_ms: _TypeAlias = _typing.Literal["slo_ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__slo_ttft_ms: _TypeAlias = _typing.Literal["_slo_ttft_ms", b"_slo_ttft_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slo_tpot_ms) -> _WhichOneofReturnType__slo_tpot_ms | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__slo_ttft_ms) -> _WhichOneofReturnType__slo_ttft_ms | None: ...
 
 Global___AdmissionStatus: _TypeAlias = AdmissionStatus  # noqa: Y015

@@ -4,7 +4,8 @@ isort:skip_file
 Baton's public API: generate text with a model served by a cluster.
 
 Compatibility: fields are only ever added; a number once used is never used again. Unset optional fields take the
-default named in their comment. Strings are UTF-8; token ids are those of the served model's tokenizer.
+default named in their comment. Strings are UTF-8; token ids are those of the served model's tokenizer. A request with
+a field that the server does not know is refused: the field may ask for what a server of that version cannot do.
 """
 
 from baton.v1 import inference_pb2 as _inference_pb2
