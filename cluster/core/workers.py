@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from cluster.core.attempts import Leg, LegState
 from cluster.core.config import ClusterConfig, PoolConfig
 from cluster.core.ids import AttemptId, Role, WorkerId
-from cluster.core.limits import MAX_LOST_NAMES, MAX_WORKERS, READING_MEMORY_MS
+from cluster.core.limits import MAX_HEARTBEAT_MS, MAX_LOST_NAMES, MAX_WORKERS, NS_PER_MS, READING_MEMORY_MS
 from cluster.core.messages import WorkerHello, WorkerLoad
 
 
@@ -22,7 +22,8 @@ class Worker:
     `num_expected_blocks` is what its legs are expected to need; `num_used_blocks` is what they used by the last
     heartbeat, less what has been released since. Answers that outgrow what was expected of them count as what they have
     (`num_promised_blocks`). Of the prompt tokens to be read here before a new prompt's (`backlog_tokens`), what was
-    assigned and is not done counts whole; the last heartbeat knows how much of it has been read since.
+    assigned and is not done counts whole, less what the last heartbeat knows to have been read of it, and what should
+    have been since, up to `foresee`: `num_left_tokens` should have been left at `left_at_ns`.
     """
 
     hello: WorkerHello
@@ -50,6 +51,8 @@ class Worker:
     num_unread_tokens: int = 0
     num_unreported_tokens: int = 0
     backlog_tokens: int = 0
+    num_left_tokens: float = 0.0
+    left_at_ns: int = 0
     is_leaving: bool = False
     num_given_tokens: int = 0
     num_writing: int = 0
@@ -66,8 +69,19 @@ class Worker:
         self._take_load(self.load)
         self._sum_up()
 
-    def take(self, leg: Leg) -> None:
+    def foresee(self, now_ns: int) -> None:
+        """It reads on between its heartbeats, at the speed that it has measured. That is believed until the next one is
+        due: of a worker that says nothing nobody knows that it reads."""
+        until_ns = min(now_ns, self.load_heard_ns + MAX_HEARTBEAT_MS * NS_PER_MS)
+        if self.ms_per_token > 0 and until_ns > self.left_at_ns:
+            num_read_tokens = (until_ns - self.left_at_ns) / (NS_PER_MS * self.ms_per_token)
+            self.num_left_tokens = max(0.0, self.num_left_tokens - num_read_tokens)
+            self._sum_up()
+        self.left_at_ns = now_ns
+
+    def take(self, now_ns: int, leg: Leg) -> None:
         assert leg.attempt_id not in self.legs and not leg.is_released
+        self.foresee(now_ns)
         self.legs[leg.attempt_id] = leg
         self.num_legs += 1
         self.num_sequences += leg.num_sequences
@@ -75,6 +89,7 @@ class Worker:
         self.num_unread_tokens += leg.num_unread_tokens
         self.num_unreported_tokens += leg.num_unread_tokens
         self.num_given_tokens += leg.num_unread_tokens
+        self.num_left_tokens += leg.num_unread_tokens
         if leg.half is Role.DECODE:
             self.num_writing += leg.num_sequences
             self.num_writing_blocks += leg.num_blocks
@@ -104,9 +119,10 @@ class Worker:
             self.num_writing_blocks -= leg.num_blocks
         self._sum_up()
 
-    def hear(self, load: WorkerLoad, elapsed_ms: float) -> None:
-        """A heartbeat, so long after the last. Its numbers are taken to include every leg that the worker has been told
-        of."""
+    def hear(self, now_ns: int, load: WorkerLoad) -> None:
+        """A heartbeat. Its numbers are taken to include every leg that the worker has been told of."""
+        elapsed_ms = (now_ns - self.load_heard_ns) / NS_PER_MS
+        self.load_heard_ns = self.left_at_ns = now_ns
         if elapsed_ms > 0:
             busy_share = min(1.0, max(0, load.reading_ms - self.load.reading_ms) / elapsed_ms)
             self.reading_share += min(1.0, elapsed_ms / READING_MEMORY_MS) * (busy_share - self.reading_share)
@@ -115,6 +131,8 @@ class Worker:
             if leg.unreported and leg.state is not LegState.PLANNED:
                 leg.unreported = False
                 self.num_unreported_tokens -= leg.num_unread_tokens
+        num_told_tokens = load.waiting_prefill_tokens + self.num_unreported_tokens
+        self.num_left_tokens = min(self.num_unread_tokens, num_told_tokens)
         self._sum_up()
 
     def _take_load(self, load: WorkerLoad) -> None:
@@ -129,7 +147,7 @@ class Worker:
     def _sum_up(self) -> None:
         """To be called whenever a count has changed: decisions read the sums more often than that."""
         self.num_promised_blocks = max(self.num_expected_blocks, self.num_used_blocks)
-        self.backlog_tokens = min(self.num_unread_tokens, self.load.waiting_prefill_tokens + self.num_unreported_tokens)
+        self.backlog_tokens = min(self.num_unread_tokens, int(self.num_left_tokens))
 
     def check_invariants(self) -> None:
         held = [leg for leg in self.legs.values() if not leg.is_released]
@@ -143,8 +161,7 @@ class Worker:
         assert self.num_unread_tokens == sum(leg.num_unread_tokens for leg in held)
         assert self.num_unreported_tokens == sum(leg.num_unread_tokens for leg in held if leg.unreported)
         assert self.num_promised_blocks == max(self.num_expected_blocks, self.num_used_blocks)
-        backlog_tokens = self.load.waiting_prefill_tokens + self.num_unreported_tokens
-        assert self.backlog_tokens == min(self.num_unread_tokens, backlog_tokens)
+        assert 0 <= self.backlog_tokens == min(self.num_unread_tokens, int(self.num_left_tokens))
         assert all(leg.worker == self.id for leg in self.legs.values())
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # which is built from it
 MAX_BACKLOG_CHUNKS: Final = 4
 """A worker starts a prompt soon if it has at most so many chunks to read before it ..."""
 MAX_BACKLOG_PER_HELD_TOKEN: Final = 2
-"""... and so many tokens for each of the prompt's that are cached there."""
+"""... and so many tokens for each of the prompt's that are cached there and that no other worker could fetch."""
 READING_WEIGHT: Final = 3
 """What is read keeps a worker from the prompts of others: each token counts so many times besides the request's own
 wait. Without it busy holders are passed over too readily, and what they hold is computed again."""
@@ -29,6 +29,9 @@ NEARLY: Final = 0.1
 """Costs count as equal to the least up to this share of the request's own time more: predictions are no better than
 that. What reading costs others is the larger part of a long prompt's cost, and the same share of it would let the
 prompt wait for seconds beside an idle worker."""
+NEARLY_READ: Final = 0.03
+"""The same where a prompt is read. Most of what readers differ by is what they have to read before it, which is known
+better than how an answer will go on: a tenth of its own time is half a second for a long prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ class Candidates:
         links: between them.
         rules: when a request takes another way than a push. hand_over: what a push has cost besides reading.
         max_tpot_ms: what a token of a worker's answers may take at most; None for no limit.
+        sources: workers that have told of blocks of the prompt, with how many, the most first: what a reader may fetch.
+            Few, and none where fetches are off.
     """
 
     prefill: tuple[WorkerLike, ...]
@@ -50,6 +55,7 @@ class Candidates:
     rules: DisaggregationConfig = ALWAYS_PUSHED
     hand_over: HandOver = field(default_factory=HandOver)
     max_tpot_ms: float | None = None
+    sources: tuple[tuple[WorkerLike, int], ...] = ()
 
 
 class Cause(StrEnum):
@@ -97,22 +103,24 @@ class Wait:
 class Option:
     """A worker that could take it, and at what cost.
 
-    `own_ms`: what of the cost is the request's own time, and not that of others. `rank`: how heavy its load is, in two
-    numbers, and its id; the least one is taken of those that cost the same. `predicted_ms`: time per output token of a
-    decode worker; of a prefill worker the time until the prompt is read.
+    `slack_ms`: how much more than the least it may cost and count as equal. `rank`: how heavy its load is, in two
+    numbers, and its id; the least one is taken of those that cost the same. `num_bound_tokens`: what is cached there
+    and could not be fetched by another. `predicted_ms`: time per output token of a decode worker; of a prefill worker
+    the time until the prompt is read.
     """
 
     worker: WorkerLike
     cost_ms: float
-    own_ms: float
+    slack_ms: float
     rank: tuple[int, int, WorkerId]
     num_uncached_tokens: int
+    num_bound_tokens: int
     predicted_ms: float
 
 
-def starts_soon(worker: WorkerLike, num_held_tokens: int = 0) -> bool:
-    """Whether a prompt of which so much is cached there would not wait long if it were given to it now."""
-    worth_tokens = MAX_BACKLOG_PER_HELD_TOKEN * num_held_tokens
+def starts_soon(worker: WorkerLike, num_bound_tokens: int = 0) -> bool:
+    """Whether a prompt of which so much is to be had there alone would not wait long if it were given to it now."""
+    worth_tokens = MAX_BACKLOG_PER_HELD_TOKEN * num_bound_tokens
     return worker.backlog_tokens <= MAX_BACKLOG_CHUNKS * worker.chunk_tokens + worth_tokens
 
 
@@ -120,7 +128,7 @@ def best(options: list[Option]) -> Option | None:
     """The one with the lightest load of those that cost nearly the least."""
     if not options:
         return None
-    limit_ms = min([option.cost_ms + NEARLY * option.own_ms for option in options])
+    limit_ms = min([option.cost_ms + option.slack_ms for option in options])
     nearly = [option for option in options if option.cost_ms <= limit_ms]
     return min(nearly, key=attrgetter("rank"))
 
@@ -144,9 +152,9 @@ def writes(option: Option) -> str:
     return f"{option.worker.id} with {num_left} blocks left should write a token in {option.predicted_ms:.1f} ms"
 
 
-def may_read(demand: Demand, option: Option) -> bool:
+def may_read(option: Option) -> bool:
     """Whether the option's worker would begin with the prompt soon."""
-    return starts_soon(option.worker, demand.num_tokens - option.num_uncached_tokens)
+    return starts_soon(option.worker, option.num_bound_tokens)
 
 
 def reads(option: Option, demand: Demand) -> str:

@@ -50,7 +50,7 @@ def place_reading(
     usual = _with_chunk_cost(usual, candidates)
     if rules.max_local_tokens is not None:
         short = [option for option in options if option.num_uncached_tokens <= rules.max_local_tokens]
-        option = best([option for option in short if may_read(demand, option)])
+        option = best([option for option in short if may_read(option)])
         if option is None:
             return None
         limit_ms = step_limit_ms(option.worker, demand.block_size, usual, rules)
@@ -65,7 +65,7 @@ def place_reading(
     for option in options:
         others_ms = READING_WEIGHT * option.num_uncached_tokens * reading_ms_per_token
         reading_ms = option.num_uncached_tokens * (option.worker.chunk_token_ms or usual.chunk_token_ms)
-        if reading_ms + others_ms >= pushed_ms or not may_read(demand, option):
+        if reading_ms + others_ms >= pushed_ms or not may_read(option):
             continue
         read = local_read(option.worker, option.num_uncached_tokens, demand.block_size, usual, rules)
         if read is None:

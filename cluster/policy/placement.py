@@ -2,9 +2,9 @@
 
 Decode comes first (it holds the request longer): the one where the answer should be written soonest, that is by the
 predicted time per output token and what of the prompt would have to be pushed there. Then prefill, by the predicted
-time until the prompt is read and pushed, which depends on what has to be read before it and on what of it is not cached
-there; the latter counts again, since others have to wait for it. Both or neither. Among nearly equals the one with the
-lightest load is taken, then the smallest worker id.
+time until the prompt is read and pushed, which depends on what has to be read before it and on what of it is neither
+cached there nor worth fetching from another worker; the latter counts again, since others have to wait for it. Both or
+neither. Among nearly equals the one with the lightest load is taken, then the smallest worker id.
 
 That a conversation comes back to the workers that hold its beginning follows from this; there is no rule for it.
 
@@ -22,6 +22,8 @@ from cluster.core.ids import Route, WorkerId
 from cluster.core.output_estimate import UNMEASURED_OUTPUT_TOKENS
 from cluster.policy.costs import StepCosts, WorkerLike, decode_step_ms, push_ms, read_ms, usual_costs
 from cluster.policy.decision import (
+    NEARLY,
+    NEARLY_READ,
     NO_ROOM,
     READING_WEIGHT,
     TOO_SLOW,
@@ -39,6 +41,7 @@ from cluster.policy.decision import (
     writes,
 )
 from cluster.policy.other_ways import place_reading, place_staying
+from cluster.policy.prefix_fetch import PrefixFetch, fetch_of
 
 __all__ = ["Candidates", "Demand", "Placement", "Wait", "break_even_tokens", "demand_of", "place"]
 
@@ -132,7 +135,7 @@ def place(
     other = other or place_staying(demand, candidates, readers, decode, usual)
     if other is not None:
         return other
-    reader = best([option for option in readers if may_read(demand, option)])
+    reader = best([option for option in readers if may_read(option)])
     if reader is None:
         return Wait(reason="no prefill worker can start soon")
     return Placement(
@@ -196,9 +199,10 @@ def _decode_option(
     return Option(
         worker=worker,
         cost_ms=own_ms + others_ms,
-        own_ms=own_ms,
+        slack_ms=NEARLY * own_ms,
         rank=(worker.num_promised_blocks - num_held_blocks - worker.num_total_blocks, worker.num_sequences, worker.id),
         num_uncached_tokens=num_uncached_tokens,
+        num_bound_tokens=num_held_blocks * demand.block_size,
         predicted_ms=token_ms,
     )
 
@@ -208,6 +212,8 @@ def _prefill_options(
 ) -> list[Option]:
     """What costs is the reading, or the push to `decode` where that is slower: they go on at the same time. Answers
     that are written there wait for it as well. Whether it can start soon is not asked here."""
+    fetches = _fetches(demand, candidates, usual) if candidates.sources else {}
+    num_fetchable_blocks = max([fetch.num_blocks for fetch in fetches.values()], default=0)
     held = candidates.num_held_blocks
     num_pushed_blocks = demand.num_read_blocks
     if decode is not None:
@@ -216,9 +222,14 @@ def _prefill_options(
     for worker in candidates.prefill:
         if not has_room(worker, demand.num_read_blocks, 1):
             continue
-        num_uncached_tokens = demand.num_tokens - held.get(worker.id, 0) * demand.block_size
+        num_own_blocks = held.get(worker.id, 0)
+        fetch = fetches.get(worker.id)
+        num_held_blocks = num_own_blocks if fetch is None else fetch.num_blocks
+        num_uncached_tokens = demand.num_tokens - num_held_blocks * demand.block_size
         token_ms = worker.ms_per_token or usual.ms_per_token
         predicted_ms = (worker.backlog_tokens + num_uncached_tokens) * token_ms
+        if fetch is not None:  # while that comes, what is before it is read
+            predicted_ms += max(0.0, fetch.predicted_ms - worker.backlog_tokens * token_ms)
         if decode is not None:
             pushed_ms = worker.backlog_tokens * token_ms + push_ms(candidates.links, worker, decode, num_pushed_blocks)
             predicted_ms = max(predicted_ms, pushed_ms)
@@ -227,19 +238,31 @@ def _prefill_options(
             Option(
                 worker=worker,
                 cost_ms=predicted_ms + held_up_ms + READING_WEIGHT * num_uncached_tokens * usual.ms_per_token,
-                own_ms=predicted_ms,
+                slack_ms=NEARLY_READ * predicted_ms,
                 rank=(worker.num_given_tokens, worker.num_sequences, worker.id),
                 num_uncached_tokens=num_uncached_tokens,
+                num_bound_tokens=max(0, num_own_blocks - num_fetchable_blocks) * demand.block_size,
                 predicted_ms=predicted_ms,
             )
         )
     return options
 
 
+def _fetches(demand: Demand, candidates: Candidates, usual: StepCosts) -> dict[WorkerId, PrefixFetch]:
+    """What each prefill worker would fetch, if it were to read the prompt."""
+    fetches = {}
+    for worker in candidates.prefill:
+        num_own_blocks = candidates.num_held_blocks.get(worker.id, 0)
+        fetch = fetch_of(worker, candidates.sources, num_own_blocks, demand.block_size, candidates.links, usual)
+        if fetch is not None:
+            fetches[worker.id] = fetch
+    return fetches
+
+
 def _place_local(demand: Demand, option: Option, cause: Cause, why: str) -> Placement | Wait:
     """Decode reads, since nothing else is possible."""
     worker = option.worker
-    if not may_read(demand, option):
+    if not may_read(option):
         return Wait(reason=f"{why}, and {worker.id} cannot start soon")
     return Placement(
         prefill=None,

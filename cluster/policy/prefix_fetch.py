@@ -17,6 +17,8 @@ MIN_BLOCKS: Final = 4
 """Fewer are not worth the messages that it takes."""
 OVERHEAD_MS: Final = 5.0
 """Of a fetch, besides the writing: messages between three processes, and the commit."""
+MAX_SOURCES: Final = 2
+"""Workers that a fetch is considered from, those that hold most: every reader is looked at with each of them."""
 WORTH: Final = 2
 """Computing has to take so many times as long."""
 UNKNOWN_BANDWIDTH_BYTES_PER_S: Final = 500_000_000
@@ -25,10 +27,11 @@ UNKNOWN_BANDWIDTH_BYTES_PER_S: Final = 500_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixFetch:
-    """`num_blocks` of the prompt's beginning, as many as `holder` has."""
+    """`num_blocks` of the prompt's beginning, as many as `holder` has, of which the reader gets what it lacks."""
 
     holder: WorkerId
     num_blocks: int
+    predicted_ms: float
     reason: str
 
 
@@ -48,7 +51,7 @@ def fetch_of(
     ms_per_block = (reader.ms_per_token or usual.ms_per_token) * block_size
     best: PrefixFetch | None = None
     best_ms = 0.0
-    for holder, num_blocks in sorted(holders, key=lambda each: (each[0].id, each[1])):
+    for holder, num_blocks in holders:
         num_missing = num_blocks - num_own_blocks
         if holder.id == reader.id or num_missing < MIN_BLOCKS:
             continue
@@ -57,8 +60,9 @@ def fetch_of(
             or num_missing * reader.block_size_bytes * 1e3 / UNKNOWN_BANDWIDTH_BYTES_PER_S
         )
         saved_ms = num_missing * ms_per_block - fetching_ms
-        if saved_ms > best_ms and num_missing * ms_per_block >= WORTH * fetching_ms:
+        is_better = best is None or (-saved_ms, holder.id) < (-best_ms, best.holder)
+        if is_better and num_missing * ms_per_block >= WORTH * fetching_ms:
             best_ms = saved_ms
             reason = f"{num_missing} blocks come from {holder.id} in about {fetching_ms:.0f} ms"
-            best = PrefixFetch(holder=holder.id, num_blocks=num_blocks, reason=reason)
+            best = PrefixFetch(holder=holder.id, num_blocks=num_blocks, predicted_ms=fetching_ms, reason=reason)
     return best

@@ -16,7 +16,7 @@ from cluster.sim.kernel import MILLISECOND_NS
 from cluster.sim.scenario import SIM_AGENT_LIMITS, Request, Scenario
 from cluster.sim.world import World
 from tests.sim.conftest import NUM_HISTORIES
-from tests.sim.worlds import ANSWERED, ask, finish, make_world
+from tests.sim.worlds import ANSWERED, ask, count, finish, make_world
 
 NUM_SEEDS = NUM_HISTORIES // 125
 
@@ -83,6 +83,21 @@ def test_a_document_is_computed_once_in_the_whole_cluster(always: Counter[str]) 
         assert max(fetched) <= len(document) // 4, "it was stored twice"
     assert computed[True] == len(document) <= computed[False] - len(document), computed
     assert always["arrived"] == always["sent"] > 0 and not always["late"]
+
+
+def test_whoever_could_fetch_counts_as_a_holder_when_a_prompt_is_placed() -> None:
+    """By the rules as they are: a worker that idles fetches the document, rather than that all wait for who has it."""
+    document, number = ask(0, num_prompt_tokens=56).prompt_ids[:48], 24
+    requests = []
+    for index, request in enumerate(crowd(document, number)):
+        own = ask(100 + index, num_prompt_tokens=8).prompt_ids
+        arrival_ns = (40 if index == 0 else 800 + 2 * index) * MILLISECOND_NS
+        requests.append(dataclasses.replace(request, prompt_ids=(*document, *own), arrival_ns=arrival_ns))
+    world = make_world(*requests, num_prefill=4, num_decode=4, num_blocks=96, fetch_prefixes=True)
+    assert all(client.outcome in ANSWERED for client in finish(world))
+    assert num_document_tokens_computed(world) == len(document) + 8 * number
+    num_read = {name: count(world, f"-> {name}#", "Prefill(") for name in world.scenario.prefill_names}
+    assert max(num_read.values()) <= number // 4 + 1, num_read
 
 
 def test_a_fetch_that_comes_too_late_or_never_costs_its_time_and_no_answer(always: Counter[str]) -> None:

@@ -56,10 +56,15 @@ def _place(
     excluded: tuple[str, ...] = (),
     held: dict[str, int] | None = None,
     links: dict[tuple[str, str], int] | None = None,
+    sources: dict[str, int] | None = None,
 ) -> tuple[str | None, str] | str:
-    """Names of prefill and decode, or the reason to wait. `held`: blocks of the prompt, by worker name."""
+    """Names of prefill and decode, or the reason to wait. `held`: blocks of the prompt, by worker name. `sources`: what
+    may be fetched."""
     demand = demand_of(num_tokens, 8, 16)
     candidates = _candidates(prefill, decode, held, links)
+    by_name = {worker.id.name: worker for worker in (*prefill, *decode)}
+    told = tuple((by_name[name], num_blocks) for name, num_blocks in (sources or {}).items())
+    candidates = replace(candidates, sources=told)
     decision = place(demand, candidates, {WorkerId(name, 1): 0 for name in excluded})
     if isinstance(decision, Wait):
         return decision.reason
@@ -210,14 +215,14 @@ def test_nearly_equal_costs_are_decided_by_load() -> None:
     empty = _worker("d1", decode_base_ms=10.9)
     assert _place([_worker("p0")], [loaded, empty]) == ("p0", "d1")
     assert _place([_worker("p0")], [loaded, replace(empty, decode_base_ms=11.1)]) == ("p0", "d0")
-    readers = [_worker("p0", ms_per_token=1.0, num_given_tokens=500), _worker("p1", ms_per_token=1.05)]
+    readers = [_worker("p0", ms_per_token=1.0, num_given_tokens=500), _worker("p1", ms_per_token=1.02)]
     assert _place(readers, [empty]) == ("p1", "d1"), "idle ones take turns, by what they have been given before"
 
 
 def test_nearly_equal_is_measured_by_the_own_time() -> None:
     """A long prompt's reading costs others much, wherever it is done: that hides no wait beside an idle worker."""
     idle = _worker("p1", ms_per_token=1.0, num_given_tokens=10_000)
-    for backlog_tokens, taken in ((35, "p0"), (45, "p1")):
+    for backlog_tokens, taken in ((11, "p0"), (14, "p1")):
         fresher = _worker("p0", ms_per_token=1.0, backlog_tokens=backlog_tokens)
         assert _place([fresher, idle], [_worker("d0")], num_tokens=400) == (taken, "d0")
 
@@ -243,6 +248,42 @@ def test_a_prompt_may_wait_longer_where_it_saves_as_much() -> None:
     assert _place([holder], [_worker("d0")], held={"p0": 1}) == "no prefill worker can start soon"
     reader = _worker("d0", backlog_tokens=4 * 64 + 64)
     assert _place([], [reader], held={"d0": 2}) == (None, "d0")
+
+
+def test_what_can_be_fetched_is_read_where_it_starts_first() -> None:
+    """A block of 1 MB takes 1 ms over that link and 16 ms to compute."""
+    readers = [_worker("p0", ms_per_token=1.0), _worker("p1", ms_per_token=1.0, backlog_tokens=60)]
+    both = {"p1": 20, "d0": 20}
+    links = {(source, "p0"): 10**9 for source in both}
+    assert _place(readers, [_worker("d0")], num_tokens=400, held=both, links=links) == ("p1", "d0")
+    for source in both:
+        found = _place(readers, [_worker("d0")], num_tokens=400, held=both, links=links, sources={source: 20})
+        assert found == ("p0", "d0")
+    slow = dict.fromkeys(links, 10**8)
+    assert _place(readers, [_worker("d0")], num_tokens=400, held=both, links=slow, sources=both) == ("p1", "d0")
+
+
+def test_a_fetch_takes_its_time() -> None:
+    """Of 25 blocks over a link that takes 3 ms for each, beside a holder that is busy for longer or not so long."""
+    for backlog_tokens, taken in ((40, "p1"), (120, "p0")):
+        readers = [_worker("p0", ms_per_token=1.0), _worker("p1", ms_per_token=1.0, backlog_tokens=backlog_tokens)]
+        links = {("p1", "p0"): 10**9 // 3}
+        found = _place(readers, [_worker("d0")], num_tokens=401, held={"p1": 25}, links=links, sources={"p1": 25})
+        assert found == (taken, "d0")
+
+
+def test_a_prompt_does_not_wait_for_a_holder_where_another_could_fetch() -> None:
+    """The other one has no room now; the holder's backlog is longer than what a prompt that nobody holds may wait for.
+    Where nothing can be fetched, that is still worth waiting for."""
+    full = _worker("p0", ms_per_token=1.0, num_sequences=8, backlog_tokens=300)
+    holder = _worker("p1", ms_per_token=1.0, num_sequences=1, backlog_tokens=300)
+    args = {"num_tokens": 400, "held": {"p1": 20}, "links": {("p1", "p0"): 10**9}}
+    assert _place([full, holder], [_worker("d0")], **args) == ("p1", "d0")
+    waiting = _place([full, holder], [_worker("d0")], **args, sources={"p1": 20})
+    assert waiting == "no prefill worker can start soon"
+    slow = {**args, "links": {("p1", "p0"): 10**8}}
+    assert _place([full, holder], [_worker("d0")], **slow, sources={"p1": 20}) == ("p1", "d0")
+    assert _place([holder], [_worker("d0")], **args, sources={"p1": 20}) == ("p1", "d0"), "there is no other"
 
 
 def test_decode_holds_what_is_not_to_be_pushed() -> None:

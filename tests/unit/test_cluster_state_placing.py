@@ -6,6 +6,7 @@ from typing import Any
 
 from cluster.core.commands import Reserve, RunLocal
 from cluster.core.ids import AttemptId, Outcome, WorkerId
+from cluster.core.limits import MAX_HEARTBEAT_MS
 from cluster.core.messages import BLOCK_HASH_BYTES, BlockEvents, BlockRun, CancelRequest, Heartbeat
 from cluster.policy.candidates import NUM_DRAWN
 from engine.core.block_hash import ROOT_HASH, hash_blocks
@@ -136,3 +137,38 @@ def test_a_holder_that_leaves_is_passed_over() -> None:
     bench.worker_says(P1, Heartbeat(load=make_load(100), is_leaving=True))
     submit(bench)
     assert reader(bench) == P0
+
+
+def backlog_told(bench: Bench, request_id: str) -> str:
+    """The reader, and what it had to read before, as the reason of a placement has it."""
+    why = next(view.why for view in bench.state.requests(bench.now_ns) if view.request_id == request_id)
+    return why.split("; ")[1].split(",")[0]
+
+
+def test_between_heartbeats_a_worker_is_taken_to_read_on() -> None:
+    """320 tokens at 1 ms each: others go where less is left, the last where the long one is nearly read."""
+    bench = bench_of(P0, P1, D0, D1)
+    for reader_id in (P0, P1):
+        bench.worker_says(reader_id, Heartbeat(load=make_load(100, step_ms_per_token=1.0)))
+    bench.submit("long", num_prompt_tokens=320)
+    bench.submit("other", num_prompt_tokens=60)
+    assert backlog_told(bench, "other") == "p1#1 reads 60 of 60 tokens after 0"
+    bench.wait_ms(200)
+    bench.submit("third", num_prompt_tokens=200)
+    assert backlog_told(bench, "third") == "p1#1 reads 200 of 200 tokens after 0"
+    bench.wait_ms(90)
+    bench.submit("fourth", num_prompt_tokens=60)
+    assert backlog_told(bench, "fourth") == "p0#1 reads 60 of 60 tokens after 30"
+
+
+def test_of_a_worker_that_is_silent_nobody_knows_that_it_reads() -> None:
+    """It is taken to read until its next heartbeat is due, and no longer."""
+    bench = bench_of(P0, D0, D1)
+    bench.worker_says(P0, Heartbeat(load=make_load(100, step_ms_per_token=20.0)))
+    bench.submit("long", num_prompt_tokens=120)
+    for waited_ms, backlog_tokens in ((400, 100), (500, 91), (900, 102)):
+        bench.wait_ms(waited_ms)
+        request_id = f"after {waited_ms}"
+        bench.submit(request_id, num_prompt_tokens=16)
+        assert backlog_told(bench, request_id) == f"p0#1 reads 16 of 16 tokens after {backlog_tokens}"
+    assert MAX_HEARTBEAT_MS == 1000

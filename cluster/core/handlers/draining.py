@@ -259,7 +259,7 @@ def _hand_over(parts: Parts, now_ns: int, drain: Drain, worker: Worker) -> None:
             return
         if leg.half is not Role.DECODE or request.phase not in _RUNNING:
             continue
-        if not has_room_elsewhere(parts, request):
+        if not has_room_elsewhere(parts, now_ns, request):
             return
         move_on(parts, now_ns, request, attempt, f"{worker.id} is being drained", source=worker.id)
         drain.handing_over[request.request_id] = None

@@ -40,8 +40,8 @@ def start_fetch(parts: Parts, now_ns: int, request: Request, reader: Worker, fet
         num_fetched_blocks=fetch.num_blocks,
     )
     parts.attempts.add(attempt)
-    holder.take(source)
-    reader.take(sink)
+    holder.take(now_ns, source)
+    reader.take(now_ns, sink)
     sink.state = LegState.ACTIVE
     _open_lease(parts, now_ns, attempt, Side.RESERVED)
     command = Reserve(

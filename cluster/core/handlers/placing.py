@@ -24,7 +24,7 @@ from cluster.policy.candidates import MAX_HOLDERS, candidates_of
 from cluster.policy.costs import usual_costs
 from cluster.policy.decision import Cause
 from cluster.policy.placement import Candidates, Demand, Placement, Wait, place, takes
-from cluster.policy.prefix_fetch import fetch_of
+from cluster.policy.prefix_fetch import MAX_SOURCES, fetch_of
 
 
 def place_waiting(parts: Parts, now_ns: int) -> None:
@@ -35,7 +35,7 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
         if request.excluded:
             request.excluded = {worker: until for worker, until in request.excluded.items() if until > now_ns}
         demand = demand_for(parts, request)
-        candidates = keep_apart(parts, now_ns, request, _candidates(parts, request))
+        candidates = keep_apart(parts, now_ns, request, _candidates(parts, now_ns, request))
         decision = candidates if isinstance(candidates, Wait) else _decide(parts, request, demand, candidates)
         if isinstance(candidates, Wait) or isinstance(decision, Wait):
             request.waiting_for = decision.reason
@@ -52,10 +52,10 @@ def place_waiting(parts: Parts, now_ns: int) -> None:
         watch_deadline(parts, request)
 
 
-def has_room_elsewhere(parts: Parts, request: Request) -> bool:
+def has_room_elsewhere(parts: Parts, now_ns: int, request: Request) -> bool:
     """Whether some decode worker that may be given work could take the request now, besides what it has."""
     demand = demand_for(parts, request)
-    decode = _candidates(parts, request).decode
+    decode = _candidates(parts, now_ns, request).decode
     return any(takes(worker, demand) for worker in decode if worker.id not in request.excluded)
 
 
@@ -83,12 +83,12 @@ def _source(parts: Parts, request: Request) -> Worker | None:
     return worker if worker is not None and worker.pool.device == "cpu" else None
 
 
-def _candidates(parts: Parts, request: Request) -> Candidates:
+def _candidates(parts: Parts, now_ns: int, request: Request) -> Candidates:
     """Those that hold most of the prompt, and others drawn anew for each decision."""
     seed = parts.next_seed()
     held = parts.prefixes.look_up(request.chain)
-    prefill = _candidates_with(parts, Role.PREFILL, held, seed)
-    decode = _candidates_with(parts, Role.DECODE, held, seed)
+    prefill = _candidates_with(parts, now_ns, Role.PREFILL, held, seed)
+    decode = _candidates_with(parts, now_ns, Role.DECODE, held, seed)
     return Candidates(
         prefill=prefill,
         decode=decode,
@@ -97,28 +97,37 @@ def _candidates(parts: Parts, request: Request) -> Candidates:
         rules=parts.config.disaggregation,
         hand_over=parts.hand_over.usual,
         max_tpot_ms=parts.config.slo.tpot_ms,
+        sources=_sources(request, held, (*prefill, *decode)) if parts.config.coordinator.fetch_prefixes else (),
     )
 
 
-def _candidates_with(parts: Parts, role: Role, held: HeldPrefixes, seed: int) -> tuple[Worker, ...]:
+def _candidates_with(parts: Parts, now_ns: int, role: Role, held: HeldPrefixes, seed: int) -> tuple[Worker, ...]:
     holders = [_registered(parts, worker) for worker in held.longest(role, MAX_HOLDERS)]
     staying = [worker for worker in holders if not worker.is_leaving]
-    return candidates_of(parts.workers.with_role(role), staying, seed)
+    found = candidates_of(parts.workers.with_role(role), staying, seed)
+    for worker in found:
+        if worker.backlog_tokens:
+            worker.foresee(now_ns)
+    return found
+
+
+def _sources(request: Request, held: HeldPrefixes, workers: tuple[Worker, ...]) -> tuple[tuple[Worker, int], ...]:
+    """Those from whom the reader could fetch most. What a worker is only expected to compute is not there yet."""
+    if request.suspicions:
+        return ()
+    told = [(worker, held.num_told_blocks_of(worker.id)) for worker in workers]
+    told = [(worker, num_blocks) for worker, num_blocks in told if num_blocks]
+    return tuple(sorted(told, key=lambda each: (-each[1], each[0].id))[:MAX_SOURCES])
 
 
 def _fetch_prefix(parts: Parts, now_ns: int, request: Request, candidates: Candidates, placement: Placement) -> None:
     """Where it is worth it, whoever reads the prompt fetches what another worker has of it, beside the attempt."""
-    if not parts.config.coordinator.fetch_prefixes or request.suspicions:
+    if not candidates.sources:
         return
     reader = _registered(parts, placement.prefill or placement.decode)
-    workers = {worker.id: worker for worker in (*candidates.prefill, *candidates.decode)}
-    held = parts.prefixes.look_up(request.chain)
-    # What a worker is only expected to compute is not there yet.
-    holders = [(worker, held.num_told_blocks_of(worker.id)) for worker in workers.values()]
-    holders = [(worker, num_blocks) for worker, num_blocks in holders if num_blocks]
     num_own_blocks = candidates.num_held_blocks.get(reader.id, 0)
-    usual = usual_costs(tuple(workers.values()))
-    fetch = fetch_of(reader, holders, num_own_blocks, parts.config.kv.block_size, parts.links, usual)
+    usual = usual_costs(candidates.prefill or candidates.decode)
+    fetch = fetch_of(reader, candidates.sources, num_own_blocks, parts.config.kv.block_size, parts.links, usual)
     if fetch is not None:
         request.attempt = request.next_attempt
         start_fetch(parts, now_ns, request, reader, fetch)
@@ -248,7 +257,7 @@ def _open(parts: Parts, now_ns: int, request: Request, attempt: Attempt) -> None
     reader.expectation = parts.prefixes.expect(reader.worker, request.chain)
     parts.attempts.add(attempt)
     for leg in attempt.legs:
-        _registered(parts, leg.worker).take(leg)
+        _registered(parts, leg.worker).take(now_ns, leg)
 
 
 def _registered(parts: Parts, worker_id: WorkerId) -> Worker:

@@ -293,7 +293,7 @@ def _open(parts: Parts, now_ns: int, decode: Leg, prefill: Leg | None, *, lease_
     for leg in attempt.legs:
         worker = parts.workers.get(leg.worker)
         assert worker is not None, "a worker's loss drops what it had said"
-        worker.take(leg)
+        worker.take(now_ns, leg)
     return attempt
 
 

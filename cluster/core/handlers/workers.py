@@ -59,8 +59,7 @@ def on_worker_hello(parts: Parts, now_ns: int, sender: WorkerId, message: Worker
 def on_heartbeat(parts: Parts, now_ns: int, sender: Worker, message: Heartbeat) -> None:
     """Takes the worker's numbers. Whatever it keeps for an attempt that is not known here is to be released, unless
     somebody may still claim it. A worker whose engine does not come back from a step is given up."""
-    sender.hear(message.load, (now_ns - sender.load_heard_ns) / NS_PER_MS)
-    sender.load_heard_ns = now_ns
+    sender.hear(now_ns, message.load)
     if message.load.step_age_ms > _max_step_ms(sender):
         reason = f"a step of its engine has been running for {message.load.step_age_ms / MS_PER_S:.0f} s"
         lose_worker(parts, now_ns, sender.id, reason)
