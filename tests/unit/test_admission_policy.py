@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from cluster.core.ids import Outcome, RefusalCause, WorkerId
+from cluster.core.ids import Outcome, RefusalCause
 from cluster.policy.admission import (
     MAX_RETRY_AFTER_MS,
     MIN_RETRY_AFTER_MS,
@@ -20,32 +20,7 @@ from cluster.policy.admission import (
     admit,
 )
 from cluster.policy.first_token import Ahead, Capacity, predict
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeWorker:
-    id: WorkerId
-    pool_name: str = "p"
-    num_total_blocks: int = 100
-    block_size_bytes: int = 1_000_000
-    num_promised_blocks: int = 0
-    num_sequences: int = 0
-    max_running: int = 8
-    chunk_tokens: int = 64
-    backlog_tokens: int = 0
-    num_given_tokens: int = 0
-    ms_per_token: float = 0.0
-    decode_base_ms: float = 0.0
-    decode_context_token_ms: float = 0.0
-    chunk_token_ms: float = 0.0
-    reading_share: float = 0.0
-    num_writing: int = 0
-    num_writing_blocks: int = 0
-
-
-def make_worker(name: str, **values: float) -> FakeWorker:
-    return FakeWorker(id=WorkerId(name, 1), **values)  # type: ignore[arg-type]
-
+from tests.support.fake_workers import FakeWorker, make_worker
 
 NOBODY = Capacity(num_readers=0, readers=(), num_writers=0, writers=(), usual_output_tokens=20.0, block_size=16)
 SITUATION = Situation(

@@ -16,7 +16,7 @@ from cluster.live.metrics import measure_pressure
 from cluster.policy.bottleneck import decode_pressure, limiting_role, prefill_pressure, push_pressure
 from cluster.policy.decision import MAX_BACKLOG_CHUNKS
 from tests.support.coordinator import D0, P0, TIMELINE, Bench, make_config
-from tests.unit.test_admission_policy import make_worker
+from tests.support.fake_workers import make_worker
 
 FULL_BACKLOG = 64 * MAX_BACKLOG_CHUNKS
 

@@ -12,7 +12,7 @@ from cluster.core.ids import Route, WorkerId
 from cluster.policy.break_even import MAX_READING_SHARE, MAX_STRETCH, HandOver, chunk_within
 from cluster.policy.decision import Cause
 from cluster.policy.placement import Candidates, Placement, Wait, break_even_tokens, demand_of, place
-from tests.unit.test_cluster_policy import FakeLinks, FakeWorker
+from tests.support.fake_workers import FakeLinks, FakeWorker
 
 AUTO = DisaggregationConfig()
 NO_STAY = DisaggregationConfig(may_stay=False)

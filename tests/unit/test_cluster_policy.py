@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 
@@ -11,41 +11,8 @@ from cluster.core.ids import WorkerId
 from cluster.policy.candidates import MAX_ALL, MAX_HOLDERS, NUM_DRAWN, candidates_of
 from cluster.policy.decision import NO_ROOM, TOO_SLOW
 from cluster.policy.placement import Candidates, Demand, Placement, Wait, demand_of, place
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeWorker:
-    id: WorkerId
-    pool_name: str = "p"
-    num_total_blocks: int = 100
-    block_size_bytes: int = 1_000_000
-    num_promised_blocks: int = 0
-    num_sequences: int = 0
-    max_running: int = 8
-    chunk_tokens: int = 64
-    backlog_tokens: int = 0
-    num_given_tokens: int = 0
-    ms_per_token: float = 0.0
-    decode_base_ms: float = 0.0
-    decode_context_token_ms: float = 0.0
-    chunk_token_ms: float = 0.0
-    reading_share: float = 0.0
-    num_writing: int = 0
-    num_writing_blocks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class FakeLinks:
-    """Bandwidths in bytes a second, by the names of writer and peer."""
-
-    known: dict[tuple[str, str], int] = field(default_factory=dict)
-
-    def bandwidth_bytes_per_s(self, writer: WorkerId, peer: WorkerId, pools: tuple[str, str]) -> int:
-        return self.known.get((writer.name, peer.name), 0)
-
-
-def _worker(name: str, **values: float) -> FakeWorker:
-    return FakeWorker(id=WorkerId(name, 1), **values)  # type: ignore[arg-type]
+from tests.support.fake_workers import FakeLinks, FakeWorker
+from tests.support.fake_workers import make_worker as _worker
 
 
 def _place(

@@ -2,52 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from cluster.core.ids import WorkerId
 from cluster.policy.costs import StepCosts
 from cluster.policy.prefix_fetch import MIN_BLOCKS, PrefixFetch, fetch_of
+from tests.support.fake_workers import FakeLinks, make_worker
 
 BLOCK_SIZE = 16
 BLOCK_SIZE_BYTES = 100_000
 USUAL = StepCosts(ms_per_token=1.0, decode_base_ms=10.0, decode_context_token_ms=0.0, chunk_token_ms=0.0)
 
 
-@dataclass
-class FakeWorker:
-    id: WorkerId
-    ms_per_token: float = 0.0
-    pool_name: str = "prefill"
-    num_total_blocks: int = 100
-    num_promised_blocks: int = 0
-    block_size_bytes: int = BLOCK_SIZE_BYTES
-    num_sequences: int = 0
-    max_running: int = 8
-    chunk_tokens: int = 256
-    backlog_tokens: int = 0
-    num_given_tokens: int = 0
-    decode_base_ms: float = 0.0
-    decode_context_token_ms: float = 0.0
-
-
-@dataclass
-class FakeLinks:
-    bytes_per_s: dict[str, int]
-
-    def bandwidth_bytes_per_s(self, writer: WorkerId, peer: WorkerId, pools: tuple[str, str]) -> int:
-        return self.bytes_per_s.get(writer.name, 0)
-
-
-READER = FakeWorker(WorkerId("p0", 1))
-HOLDERS = [FakeWorker(WorkerId(f"p{index}", 1)) for index in (1, 2)]
+READER = make_worker("p0", block_size_bytes=BLOCK_SIZE_BYTES, chunk_tokens=256)
+HOLDERS = [replace(READER, id=WorkerId(name, 1)) for name in ("p1", "p2")]
 
 
 def decide(
     *held: int, own: int = 0, ms_per_token: float = 0.0, links: dict[str, int] | None = None
 ) -> PrefixFetch | None:
-    reader = FakeWorker(READER.id, ms_per_token=ms_per_token)
+    reader = replace(READER, ms_per_token=ms_per_token)
+    known = {(name, READER.id.name): bytes_per_s for name, bytes_per_s in (links or {}).items()}
     pairs = list(zip([*HOLDERS, reader], [*held, own], strict=True))
-    return fetch_of(reader, pairs, own, BLOCK_SIZE, FakeLinks(links or {}), USUAL)
+    return fetch_of(
+        reader,
+        pairs,
+        own,
+        BLOCK_SIZE,
+        FakeLinks(known),
+        USUAL,
+    )
 
 
 def test_the_longest_prefix_is_fetched() -> None:
