@@ -8,8 +8,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import time
 from collections.abc import Sequence
 from enum import IntEnum
+from math import inf
+from mmap import mmap
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +23,17 @@ _log = logging.getLogger(__name__)
 
 
 class Walk(IntEnum):
-    """How the kernel goes through memory: it knows which way is fastest on this processor (native/copy.cpp)."""
+    """How the kernel goes through memory (native/copy.cpp)."""
 
     PLAIN = 0
     STRAIGHT = 1
     INTERLEAVED = 2
+    PREFETCHED = 3
+
+
+TRIAL_BYTES = 16 << 20
+NUM_TRIALS = 5
+"""Of each walk, the fastest of which counts: what disturbs it can only make it slower. All take some 50 ms."""
 
 
 class NativeLibrary:
@@ -51,9 +60,13 @@ class NativeLibrary:
         return Walk(self._walk())
 
     def set_walk(self, walk: Walk) -> None:
-        """For tests and measurements, in the whole process. Raises: ValueError if this processor cannot go this way."""
-        if not self._set_walk(walk):
+        """In the whole process. Raises: ValueError if this processor cannot go this way."""
+        if not self.can_walk(walk):
             raise ValueError(f"walk: this processor cannot do {walk.name}")
+
+    def can_walk(self, walk: Walk) -> bool:
+        """Sets it if so."""
+        return bool(self._set_walk(walk))
 
     def copy(
         self,
@@ -65,9 +78,12 @@ class NativeLibrary:
     ) -> list[int]:
         """`copies` is [num_copies, 3]: source offset, target offset, size in bytes. One sum a copy, or none."""
         assert copies.flags.c_contiguous and copies.shape[1:] == (3,)
-        sums = np.empty(len(copies) if checksum else 0, dtype=np.uint64)
-        sums_address = sums.ctypes.data if checksum else None
-        self._copy(target.ctypes.data, source.ctypes.data, copies.ctypes.data, len(copies), sums_address)
+        addresses = (target.ctypes.data, source.ctypes.data, copies.ctypes.data)
+        if not checksum:
+            self._copy(*addresses, len(copies), None)
+            return []
+        sums = np.empty(len(copies), dtype=np.uint64)
+        self._copy(*addresses, len(copies), sums.ctypes.data)
         return [int(value) for value in sums]
 
     def checksums(self, memory: npt.NDArray[np.uint8], ranges: Sequence[tuple[int, int]]) -> list[int]:
@@ -78,13 +94,35 @@ class NativeLibrary:
         return [int(value) for value in sums]
 
 
+def measure_walks(library: NativeLibrary) -> dict[Walk, float]:
+    """Seconds that a copy takes, by the ways that this processor can go. Leaves the last of them set."""
+    # Of whole pages, as pools are: only aligned targets are streamed to. And written, so that their pages are there.
+    source, target = (np.frombuffer(mmap(-1, TRIAL_BYTES), dtype=np.uint8) for _ in range(2))
+    source.fill(1)
+    target.fill(1)
+    copies = np.array([[0, 0, TRIAL_BYTES]], dtype=np.uint64)
+    walks = [walk for walk in Walk if library.can_walk(walk)]
+    seconds = dict.fromkeys(walks, inf)
+    for _ in range(NUM_TRIALS):
+        for walk in walks:
+            library.set_walk(walk)
+            start_ns = time.perf_counter_ns()
+            library.copy(target, source, copies, checksum=False)
+            seconds[walk] = min(seconds[walk], (time.perf_counter_ns() - start_ns) / 1e9)
+    return seconds
+
+
 @functools.cache
 def load() -> NativeLibrary | None:
-    """The library of the present sources, or None (warning once) if it is not built or does not load."""
+    """The library of the present sources, set to the fastest walk; None (warning once) if it is not built or does not
+    load."""
     path = library_path()
     try:
-        return NativeLibrary(str(path))
+        library = NativeLibrary(str(path))
     except OSError as error:
         # Its text, not itself: whoever keeps the record would keep this call's frames, and the memory that they copy.
         _log.warning("no native copy kernel (%s); transfers are slower: run python -m kv_transfer.build", str(error))
         return None
+    seconds = measure_walks(library)
+    library.set_walk(min(seconds, key=lambda walk: seconds[walk]))
+    return library

@@ -111,7 +111,7 @@ class BareUcxEnd:
         watch = Stopwatch()
         done = self._endpoint.tag_recv(self._array(self._word), tag=self._ucx.UCXXTag(DONE_TAG))
         begin = self._endpoint.tag_send(self._array(np.zeros(8, dtype=np.uint8)), tag=self._ucx.UCXXTag(BEGIN_TAG))
-        while not (done.completed and begin.completed).completed:
+        while not (done.completed and begin.completed):
             while num_posted < len(copies) and len(in_flight) < max_in_flight:
                 copy = copies[num_posted]
                 piece = self._memory[copy.source_bytes : copy.source_bytes + copy.size_bytes]

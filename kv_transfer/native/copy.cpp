@@ -3,10 +3,11 @@
 //
 // A KV block is a few hundred KiB. The C library copies such pieces through the cache (it turns to streaming stores
 // only far above that size), which reads every target line before it overwrites it. Streaming stores avoid that. How
-// they keep memory busy differs: Intel's cores hold one straight line of them up at every page, so four pages are
-// walked at once, with prefetches; AMD's (Zen 4) are fastest in a straight line, a third faster than over four pages,
-// and read best ahead when nobody does it for them. Neither gains from wider vectors: memory is what is waited for.
-// The sum costs little in the same pass, and more in one of its own, even over what is still in the cache.
+// they keep memory busy differs from processor to processor: some hold one straight line of them up at every page, so
+// that four pages walked at once are faster; others (Zen 4) are a third faster in a straight line. Prefetches past the
+// caches help some, and make others (Emerald Rapids) slower by two fifths. So the ways are measured where the library is
+// loaded. None gains from wider vectors: memory is what is waited for. The sum costs little in the same pass, and more
+// in one of its own, even over what is still in the cache.
 
 #include <cstdint>
 #include <cstring>
@@ -58,21 +59,16 @@ uint64_t sum_words(const uint8_t* source, size_t size_bytes, uint64_t first_word
 }
 
 // How memory is walked; kv_transfer/native_library.py has the same numbers.
-enum Walk : int64_t { kPlain = 0, kStraight = 1, kInterleaved = 2 };
+enum Walk : int64_t { kPlain = 0, kStraight = 1, kInterleaved = 2, kPrefetched = 3 };
 
 #if defined(__x86_64__)
 
 bool can_walk(int64_t walk) {
   __builtin_cpu_init();
-  return walk == kPlain || ((walk == kStraight || walk == kInterleaved) && __builtin_cpu_supports("avx2"));
+  return walk == kPlain || (kStraight <= walk && walk <= kPrefetched && __builtin_cpu_supports("avx2"));
 }
 
-Walk best_walk() {
-  if (!can_walk(kStraight)) return kPlain;
-  return __builtin_cpu_is("amd") ? kStraight : kInterleaved;
-}
-
-int64_t current_walk = best_walk();
+int64_t current_walk = kPlain;
 
 __attribute__((target("avx2"))) inline __m256i add_mixed(__m256i sum, __m256i words, __m256i keys) {
   const __m256i value = _mm256_xor_si256(words, keys);
@@ -108,17 +104,17 @@ __attribute__((target("avx2"))) uint64_t sum_words_avx2(const uint8_t* source, s
   return total(_mm256_add_epi64(sum0, sum1)) + sum_words(source + whole, size_bytes - whole, whole / 8);
 }
 
-// Streams as many groups of kPages pages as there are, line by line from each page in turn. Adds their words to `sum`
-// if kSum; returns how many bytes that were. `target` is a multiple of 32.
-template <size_t kPages, bool kSum>
-__attribute__((target("avx2"))) size_t stream_pages(uint8_t* target, const uint8_t* source, size_t size_bytes,
-                                                    uint64_t* sum) {
+// Streams as many groups of kPages pages as there are from `start` on, line by line from each page in turn. Adds their
+// words to `sum` if kSum; returns where they end. `target` is a multiple of 32.
+template <size_t kPages, bool kPrefetch, bool kSum>
+__attribute__((target("avx2"))) size_t stream_pages(uint8_t* target, const uint8_t* source, size_t start,
+                                                    size_t size_bytes, uint64_t* sum) {
   constexpr size_t kGroup = kPages * kPage;
   const __m256i step = _mm256_set1_epi64x(static_cast<long long>(4 * kKeyStep));
-  const size_t end = size_bytes / kGroup * kGroup;
+  const size_t end = start + (size_bytes - start) / kGroup * kGroup;
   __m256i sums[kPages], keys[kPages];
   for (size_t page = 0; page < kPages; ++page) sums[page] = _mm256_setzero_si256();
-  for (size_t group = 0; group < end; group += kGroup) {
+  for (size_t group = start; group < end; group += kGroup) {
     if (kSum) {
       for (size_t page = 0; page < kPages; ++page) keys[page] = keys_from((group + page * kPage) / 8);
     }
@@ -126,7 +122,7 @@ __attribute__((target("avx2"))) size_t stream_pages(uint8_t* target, const uint8
 #pragma GCC unroll 4
       for (size_t page = 0; page < kPages; ++page) {
         const uint8_t* line = source + at + page * kPage;
-        if (kPages > 1) _mm_prefetch(reinterpret_cast<const char*>(line + 512), _MM_HINT_NTA);
+        if (kPrefetch) _mm_prefetch(reinterpret_cast<const char*>(line + 512), _MM_HINT_NTA);
         const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line));
         const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line + 32));
         __m256i* out = reinterpret_cast<__m256i*>(target + at + page * kPage);
@@ -150,8 +146,10 @@ __attribute__((target("avx2"))) size_t stream_pages(uint8_t* target, const uint8
 template <bool kSum>
 size_t stream(uint8_t* target, const uint8_t* source, size_t size_bytes, uint64_t* sum) {
   if (current_walk == kPlain || reinterpret_cast<uintptr_t>(target) % 32 != 0) return 0;
-  if (current_walk == kStraight) return stream_pages<1, kSum>(target, source, size_bytes, sum);
-  return stream_pages<4, kSum>(target, source, size_bytes, sum);
+  size_t done = 0;
+  if (current_walk == kInterleaved) done = stream_pages<4, false, kSum>(target, source, 0, size_bytes, sum);
+  if (current_walk == kPrefetched) done = stream_pages<4, true, kSum>(target, source, 0, size_bytes, sum);
+  return stream_pages<1, false, kSum>(target, source, done, size_bytes, sum);
 }
 
 // What was streamed is seen by others only after this.
@@ -161,7 +159,7 @@ void end_streaming() {
 
 uint64_t sum_range(const uint8_t* source, size_t size_bytes) {
   if (current_walk == kStraight) return sum_words_avx2<false>(source, size_bytes);
-  if (current_walk == kInterleaved) return sum_words_avx2<true>(source, size_bytes);
+  if (current_walk != kPlain) return sum_words_avx2<true>(source, size_bytes);
   return sum_words(source, size_bytes, 0);
 }
 
@@ -216,7 +214,7 @@ EXPORT void baton_checksums(const uint8_t* memory, const uint64_t* ranges, int64
   }
 }
 
-// For tests and measurements: from now on memory is walked this way. Returns 0, changing nothing, where it cannot be.
+// From now on memory is walked this way. Returns 0, changing nothing, where it cannot be.
 EXPORT int64_t baton_set_walk(int64_t walk) {
   if (!can_walk(walk)) return 0;
   current_walk = walk;

@@ -149,8 +149,9 @@ class ShmTransport:
         outgoing = Outgoing(frame=bytes([NOTIFY]) + notify, is_ready=not copies)
         if copies:
             self._submit(handle, link, outgoing, copies, num_sums)
-        else:
-            self._emit(WriteCompleted(handle=handle))
+            link.queue.append(outgoing)  # sent once it is ready
+            return handle
+        self._emit(WriteCompleted(handle=handle))
         link.queue.append(outgoing)
         self._flush(link)
         return handle
@@ -321,11 +322,10 @@ class ShmTransport:
             table = np.fromiter(chain.from_iterable(copies), dtype=np.int64, count=3 * len(copies)).reshape(-1, 3)
         except OverflowError as error:
             raise ValueError("copies: an offset or a size is outside of any pool") from error
-        for column, (side, limit) in enumerate((("source", self._memory.size), ("target", link.region.size_bytes))):
-            is_outside = (table[:, column] < 0) | (table[:, 2] < 0) | (table[:, column] > limit - table[:, 2])
-            if is_outside.any():
-                copy = copies[int(is_outside.argmax())]
-                raise ValueError(f"copies: {copy} is outside of the {side} pool of {limit} bytes")
+        # One look at all of them, as this is done for every write; whose fault it is matters only where there is one.
+        limits = (self._memory.size, link.region.size_bytes)
+        if table.min() < 0 or table.max() > max(limits) or (table[:, :2] + table[:, 2:] > limits).any():
+            _refuse_outside(copies, limits)
         job = CopyJob(handle=handle, region=link.region, copies=table.view(np.uint64), num_sums=num_sums)
         self._posted[handle] = _Posted(link=link, outgoing=outgoing, job=job)
         link.num_jobs += 1
@@ -337,7 +337,8 @@ class ShmTransport:
             link = posted.link
             link.num_jobs -= 1
             if job.failure is None:
-                posted.outgoing.frame += b"".join(value.to_bytes(8, "little") for value in job.sums)
+                if job.sums:
+                    posted.outgoing.frame += b"".join(value.to_bytes(8, "little") for value in job.sums)
                 posted.outgoing.is_ready = True
                 self._emit(WriteCompleted(handle=job.handle))
             else:
@@ -445,3 +446,12 @@ def _shut_down(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError as error:
         _log.debug("a connection attempt had ended already: %s", error)
+
+
+def _refuse_outside(copies: Sequence[Copy], limits: tuple[int, int]) -> None:
+    """Raises: ValueError that names the first copy that is outside of the source's or the target's pool."""
+    for copy in copies:
+        starts = (copy.source_bytes, copy.target_bytes)
+        for side, start, limit in zip(("source", "target"), starts, limits, strict=True):
+            if min(start, copy.size_bytes) < 0 or start > limit - copy.size_bytes:
+                raise ValueError(f"copies: {copy} is outside of the {side} pool of {limit} bytes")

@@ -13,7 +13,7 @@ import pytest
 from kv_transfer import native_library
 from kv_transfer.build import NativeBuildError, build
 from kv_transfer.checksum import as_memory, checksum, checksums, fallback_checksum
-from kv_transfer.native_library import NativeLibrary, Walk
+from kv_transfer.native_library import NativeLibrary, Walk, load, measure_walks
 from kv_transfer.transport.shm_copier import copy_ranges
 
 MASK = 2**64 - 1
@@ -86,6 +86,16 @@ def test_copy_moves_exactly_its_bytes_and_sums_them(native: NativeLibrary, size:
         before[offset + 64 : offset + 64 + size] = source[7 : 7 + size]
         assert (target == before).all()
         before = noise(size + 200, seed=1)
+
+
+def test_the_fastest_way_through_memory_is_taken(native: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = measure_walks(native)
+    assert measured and all(0 < seconds < 10 for seconds in measured.values())
+    for fastest in measured:
+        seconds = {walk: 0.5 if walk is fastest else 1.0 for walk in measured}
+        monkeypatch.setattr("kv_transfer.native_library.measure_walks", lambda _, seconds=seconds: seconds)
+        library = load.__wrapped__()
+        assert library is not None and library.walk is fastest
 
 
 def test_copy_without_the_library_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
