@@ -12,7 +12,7 @@ import torch
 from engine.attention import native_structs as structs
 from engine.attention.base import Activation, Rows
 from engine.attention.batch import StepBatch
-from engine.attention.native_library import ISA_NAMES, load_kernels, supported_isas
+from engine.attention.native_library import ISA_NAMES, best_isa, load_kernels, supported_isas
 from engine.attention.native_structs import BFLOAT16, FLOAT32, OpKind, OpStruct
 from engine.attention.recording import RecordedStep, Recording
 
@@ -32,7 +32,7 @@ class NativeCpuBackend:
 
     Args:
         num_threads: how many threads a kernel may use, the calling one included.
-        isa: an instruction set of ISA_NAMES; the best that the machine has, if not given.
+        isa: an instruction set of ISA_NAMES; the fastest that the machine has, if not given.
 
     Raises:
         KernelsUnavailableError: the kernels are not built.
@@ -44,7 +44,7 @@ class NativeCpuBackend:
             raise ValueError(f"num_threads must be at least 1, got {num_threads}")
         library = load_kernels()
         supported = supported_isas(library)
-        self.isa = isa or supported[-1]
+        self.isa = isa or best_isa(library)
         if self.isa not in supported:
             raise ValueError(f"isa {self.isa!r} is not supported here; supported: {', '.join(supported)}")
         self.name = f"cpu_{self.isa}"

@@ -10,7 +10,7 @@ from engine.attention.build import BUILD_DIR, library_name
 from engine.attention.native_structs import OpStruct, StepStruct
 
 ISA_NAMES = ("generic", "avx2", "avx512", "avx512_bf16", "amx")
-"""Worst first; the index is the number that the library knows it by."""
+"""Each needs what those before it need; the index is the number that the library knows it by."""
 
 
 class KernelsUnavailableError(Exception):
@@ -32,6 +32,8 @@ def load_kernels(build_dir: Path = BUILD_DIR) -> ctypes.CDLL:
         raise KernelsUnavailableError(f"the native kernels do not load: {error}") from error
     library.baton_isa_supported.argtypes = (c_int32,)
     library.baton_isa_supported.restype = c_int32
+    library.baton_best_isa.argtypes = ()
+    library.baton_best_isa.restype = c_int32
     library.baton_team_create.argtypes = (c_int32,)
     library.baton_team_create.restype = c_void_p
     library.baton_team_destroy.argtypes = (c_void_p,)
@@ -42,5 +44,10 @@ def load_kernels(build_dir: Path = BUILD_DIR) -> ctypes.CDLL:
 
 
 def supported_isas(library: ctypes.CDLL) -> list[str]:
-    """Names of the instruction sets that this build has and this machine runs, worst first."""
+    """Names of the instruction sets that this build has and this machine runs, in the order of ISA_NAMES."""
     return [name for index, name in enumerate(ISA_NAMES) if library.baton_isa_supported(index)]
+
+
+def best_isa(library: ctypes.CDLL) -> str:
+    """The one that is fastest on processors of this machine's kind."""
+    return ISA_NAMES[library.baton_best_isa()]

@@ -19,7 +19,7 @@ class PushLimits:
     max_inflight_writes: int = 4
     """Writes posted and not ended, a peer."""
     max_blocks_per_write: int = 64
-    """Half as many cost a twentieth of the bandwidth where blocks have 360 KiB: between two writes the sender's caches hold
+    """Half as many cost a twentieth of the bandwidth for blocks of 360 KiB: between two writes the sender's caches hold
     KV and not its code."""
     write_timeout_ns: int = 10 * SECOND_NS
     """A write in flight for longer fails its push; a failed push waits as long again for its writes to end."""

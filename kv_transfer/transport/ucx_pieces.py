@@ -16,7 +16,7 @@ from kv_transfer.protocol.plan import Copy, merge_copies
 from kv_transfer.transport.shm_copier import copy_ranges
 
 MAX_PIECE_BYTES = 1 << 20
-"""Longer ranges are cut, so that a cancelled write ends soon, and because they are slower by a quarter over TCP: what one
+"""Longer ranges are cut, so that a cancelled write ends soon, and since they are slower by a quarter over TCP: what one
 end writes into the kernel is then no longer in the cache where the other reads it."""
 PACKED_BELOW_BYTES = 64 << 10
 MAX_PACKED_BYTES = 512 << 10

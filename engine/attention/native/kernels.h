@@ -168,6 +168,8 @@ struct BatonTeam;
 
 // 1 if this build has kernels for `isa` and this machine can run them.
 BATON_EXPORT int32_t baton_isa_supported(int32_t isa);
+// The fastest of those supported.
+BATON_EXPORT int32_t baton_best_isa();
 
 BATON_EXPORT BatonTeam* baton_team_create(int32_t num_threads);
 
