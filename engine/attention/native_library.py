@@ -9,8 +9,8 @@ from pathlib import Path
 from engine.attention.build import BUILD_DIR, library_name
 from engine.attention.native_structs import OpStruct, StepStruct
 
-ISA_NAMES = ("generic", "avx2", "avx512", "avx512_bf16", "amx")
-"""Each needs what those before it need; the index is the number that the library knows it by."""
+ISA_NAMES = ("generic", "avx2", "avx512", "avx512_bf16", "amx", "avx512_mixed")
+"""The index is the number that the library knows it by."""
 
 
 class KernelsUnavailableError(Exception):

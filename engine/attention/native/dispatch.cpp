@@ -10,9 +10,23 @@
 namespace baton {
 namespace {
 
+#ifdef BATON_HAVE_X86
+const KernelTable& mixed_table() {
+  static const KernelTable mixed = [] {
+    KernelTable table = avx512_bf16::table;
+    table.linear_num_items = avx512::table.linear_num_items;
+    table.linear_scratch_size_bytes = avx512::table.linear_scratch_size_bytes;
+    table.linear_item = avx512::table.linear_item;
+    return table;
+  }();
+  return mixed;
+}
+#endif
+
 const KernelTable& table_of(int32_t isa) {
   switch (isa) {
 #ifdef BATON_HAVE_X86
+    case BATON_AVX512_MIXED: return mixed_table();
     case BATON_AMX: return amx_table();
     case BATON_AVX512_BF16: return avx512_bf16::table;
     case BATON_AVX512: return avx512::table;
@@ -42,19 +56,20 @@ int32_t baton_isa_supported(int32_t isa) {
   if (isa == BATON_AVX2) return avx2;
   if (isa == BATON_AVX512) return avx512;
   const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  if (isa == BATON_AVX512_BF16) return avx512_bf16;
+  if (isa == BATON_AVX512_BF16 || isa == BATON_AVX512_MIXED) return avx512_bf16;
   if (isa == BATON_AMX) return avx512_bf16 && baton::is_amx_supported();
 #endif
   return 0;
 }
 
 // Dot products of bfloat16 pairs are twice as fast as multiply-adds of widened numbers on AMD's cores. On Intel's, whose
-// place for such products is AMX, they are slower by almost half (Emerald Rapids: 41 and 75 GMAC/s). The maker decides, not
-// a measurement: low bits differ, so workers on equal hosts have to choose alike.
+// place for such products is AMX, they are slower by almost half (Emerald Rapids: 41 and 75 GMAC/s), except where widening
+// costs more than multiplying, as in attention's pass over KV (14 and 11 GB/s). The maker decides, not a measurement: low
+// bits differ, so workers on equal hosts have to choose alike.
 int32_t baton_best_isa() {
 #ifdef BATON_HAVE_X86
   if (baton_isa_supported(BATON_AMX)) return BATON_AMX;
-  if (baton_isa_supported(BATON_AVX512_BF16) && !__builtin_cpu_is("intel")) return BATON_AVX512_BF16;
+  if (baton_isa_supported(BATON_AVX512_BF16)) return __builtin_cpu_is("intel") ? BATON_AVX512_MIXED : BATON_AVX512_BF16;
   if (baton_isa_supported(BATON_AVX512)) return BATON_AVX512;
   if (baton_isa_supported(BATON_AVX2)) return BATON_AVX2;
 #endif

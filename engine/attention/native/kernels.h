@@ -17,14 +17,15 @@ extern "C" {
 
 enum BatonDtype : int32_t { BATON_FLOAT32 = 0, BATON_BFLOAT16 = 1 };
 
-// Instruction sets that kernels are compiled for, worst first. Which exist is a property of the build, which run of
-// the machine: ask baton_isa_supported.
+// Instruction sets that kernels are compiled for. Which exist is a property of the build, which run of the machine: ask
+// baton_isa_supported. BATON_AVX512_MIXED multiplies weights as BATON_AVX512 does, and is BATON_AVX512_BF16 in all else.
 enum BatonIsa : int32_t {
   BATON_GENERIC = 0,
   BATON_AVX2 = 1,
   BATON_AVX512 = 2,
   BATON_AVX512_BF16 = 3,
   BATON_AMX = 4,
+  BATON_AVX512_MIXED = 5,
 };
 
 // One step's tokens: engine.attention.batch.StepBatch, whose names these are.
