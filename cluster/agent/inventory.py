@@ -20,18 +20,19 @@ _STAGES: Final = {
 
 
 def inventory_of(legs: LegTable, outbox: Outbox, leases: tuple[LeaseInfo, ...], role: Role) -> tuple[HeldLeg, ...]:
-    """At most as much as the worker's limits on legs and on finished records allow. `role` is the worker's."""
+    """At most as much as the worker's limits on legs and on finished records allow. `role` is the worker's. Of fetches
+    only those of which a write may still land: they have no lease any more, and wait for the end of their receiver."""
     by_attempt = {lease.attempt: lease for lease in leases}
     finished = dict.fromkeys(outbox.finished())
     held = []
     for leg in legs:
-        if leg.kind.is_fetch:
-            continue  # nobody needs one; whoever does not know its lease has it cancelled
+        if leg.kind.is_fetch and not leg.is_unsettled:
+            continue  # Nobody needs one; whoever does not know its lease has it cancelled.
         lease = by_attempt.get(leg.attempt)
         held.append(
             HeldLeg(
                 attempt=leg.attempt,
-                half=Role.PREFILL if leg.kind is LegKind.PREFILL else Role.DECODE,
+                half=Role.PREFILL if leg.kind in (LegKind.PREFILL, LegKind.PREFIX_SOURCE) else Role.DECODE,
                 stage=LegStage.FINISHED if leg.attempt in finished else _stage_of(leg),
                 peer=None if leg.peer is None else WorkerId(leg.peer.name, leg.peer.incarnation),
                 lease_id=0 if lease is None else lease.lease_id,
