@@ -61,11 +61,11 @@ class NativeLibrary:
 
     def set_walk(self, walk: Walk) -> None:
         """In the whole process. Raises: ValueError if this processor cannot go this way."""
-        if not self.can_walk(walk):
+        if not self.try_walk(walk):
             raise ValueError(f"walk: this processor cannot do {walk.name}")
 
-    def can_walk(self, walk: Walk) -> bool:
-        """Sets it if so."""
+    def try_walk(self, walk: Walk) -> bool:
+        """As `set_walk`; returns whether this processor can go this way, and changes nothing where it cannot."""
         return bool(self._set_walk(walk))
 
     def copy(
@@ -101,7 +101,7 @@ def measure_walks(library: NativeLibrary) -> dict[Walk, float]:
     source.fill(1)
     target.fill(1)
     copies = np.array([[0, 0, TRIAL_BYTES]], dtype=np.uint64)
-    walks = [walk for walk in Walk if library.can_walk(walk)]
+    walks = [walk for walk in Walk if library.try_walk(walk)]
     seconds = dict.fromkeys(walks, inf)
     for _ in range(NUM_TRIALS):
         for walk in walks:
