@@ -137,6 +137,7 @@ def _config(journal: Path) -> ClusterConfig:
         "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S,
         "max_attempts": MAX_ATTEMPTS,
         "queue_timeout_s": QUEUE_TIMEOUT_S,
+        "fetch_prefixes": True,
     }
     return cluster_config(
         pools,
