@@ -70,7 +70,7 @@ bench: kernels  ## Run every benchmark; JSON and plots land in benchmarks/result
 
 soak: soak-engine soak-push soak-exact soak-properties soak-tiers soak-chaos  ## Many more histories than the tests run: of simulated clusters, the engine, and pushes.
 	@BATON_SIM_HISTORIES=20000 $(BIN)/python -m pytest tests/sim --timeout 7200
-	@BATON_RAY_DRAINS=1 $(BIN)/python -m pytest tests/e2e/test_ray_cluster.py -k drained
+	@BATON_ALL_RAY=1 $(BIN)/python -m pytest tests/e2e/test_ray_cluster.py -k "drained or interrupted"
 
 soak-properties: kernels  ## The tests of properties on examples that are drawn anew.
 	@BATON_RANDOM_EXAMPLES=1 $(BIN)/python -m pytest $(IN_PARALLEL) tests/property tests/unit
@@ -81,8 +81,9 @@ soak-tiers: kernels  ## What real workers find in the tiers below their pools, a
 soak-chaos: kernels  ## Ten minutes of workers and coordinators that are killed and stopped under load.
 	@BATON_CHAOS_S=600 $(BIN)/python -m pytest tests/e2e/test_chaos.py -s
 
-soak-exact: kernels  ## All reference prompts one after the other through a cluster, to their answers' ends.
-	@BATON_FULL_ALONE_EVERY=1 $(BIN)/python -m pytest tests/e2e/test_exact.py
+soak-exact: kernels  ## All reference prompts in every way that the tests try with some of them.
+	@BATON_ALL_PROMPTS=1 $(BIN)/python -m pytest tests/e2e/test_exact.py tests/integration/test_bfloat16_paths.py \
+		tests/integration/test_engine_reference.py
 
 soak-engine: kernels  ## 10,000 histories of scheduler and block pool, 1,000 on a model, 20,000 requests' memory.
 	@BATON_SCHEDULER_HISTORIES=10000 BATON_MODEL_HISTORIES=1000 BATON_SHORT_REQUESTS=20000 \

@@ -26,6 +26,10 @@ PREFILL: dict[str, Any] = {"name": "prefill", "role": "prefill", "kv_memory": "6
 DECODE: dict[str, Any] = {"name": "decode", "role": "decode", "kv_memory": "1GiB"}
 
 
+PATIENT: dict[str, Any] = {"queue_timeout_s": 600}
+"""The coordinator's section: what many requests at once take depends on the machine."""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def demo_model() -> Path:
     """The demo model, converted once into the user's cache, as `baton model import` does it."""
@@ -89,7 +93,7 @@ def run(cluster: ClusterHandle, work: Callable[[Client], Any]) -> Any:
 @pytest.fixture(scope="module")
 def pair_float32() -> Iterator[ClusterHandle]:
     """1 prefill + 1 decode worker in float32."""
-    with serving_cluster(cluster_config([PREFILL, DECODE], dtype="float32")) as cluster:
+    with serving_cluster(cluster_config([PREFILL, DECODE], dtype="float32", coordinator=PATIENT)) as cluster:
         yield cluster
         assert_nothing_left(cluster)
 
@@ -97,6 +101,6 @@ def pair_float32() -> Iterator[ClusterHandle]:
 @pytest.fixture(scope="module")
 def single_float32() -> Iterator[ClusterHandle]:
     """One decode worker that reads prompts itself."""
-    with serving_cluster(cluster_config([DECODE], dtype="float32")) as cluster:
+    with serving_cluster(cluster_config([DECODE], dtype="float32", coordinator=PATIENT)) as cluster:
         yield cluster
         assert_nothing_left(cluster)

@@ -13,7 +13,7 @@ import pytest
 from baton.v1 import inference_pb2
 from benchmarks.serving import Client, Trace, cluster_config, serving_cluster
 from cluster.live.local_processes import ClusterHandle, LocalProcess
-from tests.e2e.conftest import DECODE, PREFILL, assert_nothing_left, run, status, wait_until
+from tests.e2e.conftest import DECODE, PATIENT, PREFILL, assert_nothing_left, run, status, wait_until
 
 EOS = 2
 LONG = 2048
@@ -201,7 +201,7 @@ def test_a_decode_worker_that_dies_mid_answer(reference: dict[str, Any]) -> None
     """The streams go on from the other decode worker; then the dead one comes back and serves again."""
     entries = [e for e in reference["prompts"] if 15 <= len(e["prompt_ids"]) <= 64 and len(e["output_ids"]) == 64][:6]
     pools = [PREFILL, {**DECODE, "replicas": 2}]
-    with serving_cluster(cluster_config(pools, dtype="float32")) as cluster:
+    with serving_cluster(cluster_config(pools, dtype="float32", coordinator=PATIENT)) as cluster:
         victim = cluster.workers["decode-0"]
         traces = run(
             cluster,
@@ -227,9 +227,9 @@ def test_a_decode_worker_that_dies_mid_answer(reference: dict[str, Any]) -> None
 @pytest.mark.timeout(300)
 def test_a_prefill_worker_that_dies_in_mid_prompt(reference: dict[str, Any]) -> None:
     """Its prompts are read by the other; once that dies as well, decode reads them itself."""
-    entries = [entry for entry in reference["prompts"] if len(entry["prompt_ids"]) in (512, LONG)]
+    entries = [entry for entry in reference["prompts"] if len(entry["prompt_ids"]) == LONG]
     pools = [{**PREFILL, "replicas": 2}, DECODE]
-    with serving_cluster(cluster_config(pools, dtype="float32")) as cluster:
+    with serving_cluster(cluster_config(pools, dtype="float32", coordinator=PATIENT)) as cluster:
         for name in ("prefill-0", "prefill-1"):
             start_s = time.monotonic()
             traces = run(

@@ -9,11 +9,12 @@ import pytest
 
 from benchmarks.serving import Client, Trace, cluster_config, serving_cluster
 from cluster.live.local_processes import ClusterHandle
-from tests.e2e.conftest import DECODE, PREFILL, assert_nothing_left, run
-from tests.support.soak import FULL_ALONE_EVERY
+from tests.e2e.conftest import DECODE, PATIENT, PREFILL, assert_nothing_left, run
+from tests.support.soak import ALL_PROMPTS, share_of
 
 MAX_TOKENS = 64
 SHORT_ALONE = 6
+FULL_ALONE_EVERY = 8
 SEEDED = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.1, "max_tokens": 32}
 
 
@@ -51,12 +52,12 @@ def test_alone_through_one_prefill_and_one_decode_worker(
     pair_float32: ClusterHandle, reference: dict[str, Any]
 ) -> None:
     # One after the other takes minutes; what the answers' ends would add is shown by those that run together.
-    max_tokens = [
-        MAX_TOKENS if number % FULL_ALONE_EVERY == 0 else SHORT_ALONE for number in range(len(reference["prompts"]))
-    ]
-    traces = run(pair_float32, lambda client: _alone(client, reference["prompts"], max_tokens))
-    _check(reference["prompts"], traces, max_tokens)
-    for prompt, trace in zip(reference["prompts"], traces, strict=True):
+    prompts = share_of(reference["prompts"], 4)
+    is_whole = [ALL_PROMPTS or number % FULL_ALONE_EVERY == 0 for number in range(len(prompts))]
+    max_tokens = [MAX_TOKENS if whole else SHORT_ALONE for whole in is_whole]
+    traces = run(pair_float32, lambda client: _alone(client, prompts, max_tokens))
+    _check(prompts, traces, max_tokens)
+    for prompt, trace in zip(prompts, traces, strict=True):
         assert trace.done is not None
         assert trace.done.prefill_worker == "prefill-0" and trace.done.decode_worker == "decode-0"
         if len(prompt["output_ids"]) > 1:
@@ -78,10 +79,11 @@ def test_all_at_once_through_one_prefill_and_one_decode_worker(
 @pytest.mark.timeout(600)
 def test_all_at_once_through_two_prefill_and_two_decode_workers(reference: dict[str, Any]) -> None:
     pools = [{**PREFILL, "replicas": 2}, {**DECODE, "replicas": 2}]
-    with serving_cluster(cluster_config(pools, dtype="float32")) as cluster:
-        traces = run(cluster, lambda client: _together(client, reference["prompts"]))
+    prompts = share_of(reference["prompts"], 2)
+    with serving_cluster(cluster_config(pools, dtype="float32", coordinator=PATIENT)) as cluster:
+        traces = run(cluster, lambda client: _together(client, prompts))
         assert_nothing_left(cluster)
-    _check(reference["prompts"], traces)
+    _check(prompts, traces)
     served = {(trace.done.prefill_worker, trace.done.decode_worker) for trace in traces if trace.done is not None}
     assert {prefill for prefill, _ in served} == {"prefill-0", "prefill-1"}
     assert {decode for _, decode in served} == {"decode-0", "decode-1"}
@@ -106,7 +108,7 @@ def test_seeded_sampling_is_the_same_in_two_processes_and_in_one(
     assert len({tuple(trace.token_ids) for trace in apart}) > len(prompts) // 2, "hardly anything was sampled"
 
 
-@pytest.mark.skipif(FULL_ALONE_EVERY > 1, reason="only in soak-exact; tests/integration has it with a small model")
+@pytest.mark.skipif(not ALL_PROMPTS, reason="only in soak-exact; tests/integration has it with a small model")
 @pytest.mark.timeout(600)
 def test_whichever_way_a_request_takes(reference: dict[str, Any]) -> None:
     """Short prompts are read by decode, long ones pushed; and while decode writes all that it may, they stay."""

@@ -22,6 +22,7 @@ from cluster.live.environment import read_environment
 from cluster.live.ray_head import access_variables
 from cluster.live.run_processes import find_run_processes
 from tests.e2e.conftest import wait_until
+from tests.support.soak import ALL_RAY
 
 COMMAND_TIMEOUT_S = 180.0
 RESTART_TIMEOUT_S = 90.0
@@ -39,6 +40,7 @@ front: {{port: {port}}}
 disaggregation: {{local_prefill: never, stay: never}}  # which way requests take must not depend on measurements
 """
 
+ONLY_IN_SOAK = pytest.mark.skipif(not ALL_RAY, reason="the other signal at this moment (make soak)")
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -196,7 +198,7 @@ def test_the_life_of_a_cluster(operator: Operator) -> None:
     assert "no cluster" in operator.baton("status", expect=3).stderr
 
 
-@pytest.mark.skipif("BATON_RAY_DRAINS" not in os.environ, reason="takes a minute; BATON_RAY_DRAINS=1 (make soak)")
+@pytest.mark.skipif(not ALL_RAY, reason="takes a minute; test_drain.py has it without Ray (make soak)")
 def test_workers_are_drained_and_flipped(operator: Operator) -> None:
     """Ray starts none after one that was drained, and the next one of a flipped worker in its new pool."""
     operator.baton("up", "-f", str(operator.file("drains")))
@@ -251,10 +253,17 @@ def test_a_crashed_cluster_is_cleared_away(operator: Operator) -> None:
     nothing_left_of(second)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(("moment", "delay_s"), [("Ray runs at", 0.1), ("starting 2 workers", 0.5)])
+@pytest.mark.parametrize(
+    ("moment", "delay_s", "number"),
+    [
+        ("Ray runs at", 0.1, signal.SIGINT),
+        ("starting 2 workers", 0.5, signal.SIGTERM),
+        pytest.param("Ray runs at", 0.1, signal.SIGTERM, marks=ONLY_IN_SOAK),
+        pytest.param("starting 2 workers", 0.5, signal.SIGINT, marks=ONLY_IN_SOAK),
+    ],
+)
 def test_an_interrupted_start_leaves_nothing(
-    operator: Operator, number: signal.Signals, moment: str, delay_s: float
+    operator: Operator, moment: str, delay_s: float, number: signal.Signals
 ) -> None:
     """While Ray's library connects, which brings signal handlers of its own, and while the workers start."""
     process = operator.start("up", "-f", str(operator.file("cut")))

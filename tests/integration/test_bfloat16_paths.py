@@ -16,6 +16,7 @@ import torch
 from engine.core.step import StepPlan
 from engine.runner import Runner
 from tests.support.engine_model import make_step, real_model_dir, reference
+from tests.support.soak import share_of
 
 BLOCK_SIZE = 16
 CHUNK = 256
@@ -75,7 +76,7 @@ def test_apart_and_single_have_the_same_logits(model_dir: Path) -> None:
         single = Runner.from_directory(model_dir, "bfloat16", 140, BLOCK_SIZE, 1)
         prefill = Runner.from_directory(model_dir, "bfloat16", 140, BLOCK_SIZE, 1)
         decode = Runner.from_directory(model_dir, "bfloat16", 140 * BATCH, BLOCK_SIZE, 1)
-        entries = sorted(reference()["prompts"], key=lambda entry: len(entry["prompt_ids"]))[::2]
+        entries = sorted(share_of(reference()["prompts"], 4), key=lambda entry: len(entry["prompt_ids"]))
         num_positions, differing = 0, []
         for first in range(0, len(entries), BATCH):
             batch = entries[first : first + BATCH]
@@ -86,5 +87,5 @@ def test_apart_and_single_have_the_same_logits(model_dir: Path) -> None:
                 differing += [(entry["name"], position) for position in torch.nonzero(~is_equal_P).flatten().tolist()]
     finally:
         torch.set_num_threads(num_threads)
-    assert num_positions > 1500
+    assert num_positions > 1000
     assert not differing

@@ -14,6 +14,7 @@ from engine.core.step import StepPlan
 from engine.model.config import ModelConfig, model_fingerprint
 from engine.runner import Runner
 from tests.support.engine_model import GreedyLoop, make_step, real_model_dir, reference
+from tests.support.soak import share_of
 
 # A margin between logits of about 20 that bfloat16 can flip: it keeps 8 bits of every activation.
 NEAR_TIE = 0.25
@@ -60,10 +61,8 @@ def test_the_imported_model_is_the_references(model_dir: Path) -> None:
 
 
 def test_alone(float32_runner: Runner) -> None:
-    """One prompt of each exact length and some of the others, each by itself and in one chunk."""
-    by_length = {len(entry["prompt_ids"]): entry for entry in prompts() if entry["name"].startswith("length_")}
-    others = [entry for entry in prompts() if not entry["name"].startswith("length_")]
-    for entry in [*by_length.values(), *others[::4]]:
+    """Each by itself and in one chunk."""
+    for entry in share_of(prompts(), 8):
         loop = GreedyLoop(float32_runner, chunk_size=4096, max_running=1)
         assert loop.generate([entry["prompt_ids"]], 64) == [entry["output_ids"]], entry["name"]
 

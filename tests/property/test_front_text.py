@@ -133,7 +133,7 @@ def _smollm2() -> Tokenizer:
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=TEXT, noise=st.lists(st.integers(0, 49_151), max_size=20), cuts=CUTS)
 def test_the_demo_models_tokenizer(text: str, noise: list[int], cuts: list[int]) -> None:
     tokenizer = _smollm2()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 NUM_SCHEDULER_HISTORIES = int(os.environ.get("BATON_SCHEDULER_HISTORIES", "200"))
 """Random histories of scheduler and block pool on a toy model."""
@@ -16,8 +17,10 @@ NUM_KILLED_PUSHES = int(os.environ.get("BATON_KILLED_PUSHES", "4"))
 """Pushes over shared memory in whose middle a process is killed or stopped, of each kind."""
 NUM_KILLED_REMOTE_PUSHES = int(os.environ.get("BATON_KILLED_REMOTE_PUSHES", "0"))
 """The same over the transports between hosts, which take longer: `make test-wires` asks for some."""
-FULL_ALONE_EVERY = int(os.environ.get("BATON_FULL_ALONE_EVERY", "8"))
-"""Every so-manyth reference prompt that is answered alone in a cluster is answered to its end."""
+ALL_PROMPTS = bool(os.environ.get("BATON_ALL_PROMPTS"))
+"""Whether all reference prompts are answered to their ends in every way; else in one, and a share in the others."""
+ALL_RAY = bool(os.environ.get("BATON_ALL_RAY"))
+"""Whether clusters on Ray go through what takes minutes there and is tested without Ray, too."""
 TIERS_OF_PROCESSES = bool(os.environ.get("BATON_TIERS_OF_PROCESSES"))
 """Whether the prefix cache's lower tiers are looked at in real workers too, one of which is started again."""
 CHAOS_S = float(os.environ.get("BATON_CHAOS_S", "30"))
@@ -25,6 +28,19 @@ CHAOS_S = float(os.environ.get("BATON_CHAOS_S", "30"))
 
 MAX_BATCH = 250
 """Histories that one test plays: Hypothesis remembers all that it has drawn in a test, half a megabyte for each."""
+
+
+def share_of(prompts: list[dict[str, Any]], every: int) -> list[dict[str, Any]]:
+    """One reference prompt of each length, and every so-manyth of the others; all of them if ALL_PROMPTS."""
+    if ALL_PROMPTS:
+        return prompts
+    first_of_length = {len(prompt["prompt_ids"]): prompt for prompt in reversed(prompts) if _is_of_length(prompt)}
+    others = [prompt for prompt in prompts if not _is_of_length(prompt)]
+    return [*first_of_length.values(), *others[::every]]
+
+
+def _is_of_length(prompt: dict[str, Any]) -> bool:
+    return bool(prompt["name"].startswith("length_"))
 
 
 def batches(num_histories: int) -> list[int]:
