@@ -135,7 +135,7 @@ def main() -> None:
         "cores": cores,
         "copy_walk": native.walk.name.lower(),
         "load_at_start": os.getloadavg()[0],
-        "blocks_per_write": LIMITS.max_blocks_per_write,
+        "blocks_per_write": {name: LIMITS.blocks_per_write(load.size_bytes) for name, load in LOADS.items()},
         "writes_in_flight": LIMITS.max_inflight_writes,
         "not_measured": missing,
     }

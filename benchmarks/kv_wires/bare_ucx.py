@@ -105,7 +105,7 @@ class BareUcxEnd:
         assert checksums is Checksums.OFF, "the library does not sum"
         assert self._memory is not None
         copies = [copy for write in scattered_writes(load, seed) for copy in write]
-        max_in_flight = LIMITS.max_inflight_writes * LIMITS.max_blocks_per_write
+        max_in_flight = LIMITS.max_inflight_writes * LIMITS.blocks_per_write(load.size_bytes)
         in_flight: deque[Any] = deque()
         num_posted = 0
         watch = Stopwatch()

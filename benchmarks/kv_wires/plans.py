@@ -54,13 +54,13 @@ def scattered_writes(load: Load, seed: int) -> list[list[Copy]]:
     source.shuffle(targets)
     size = load.size_bytes
     copies = [Copy(origin * size, target * size, size) for origin, target in zip(origins, targets, strict=True)]
-    step = LIMITS.max_blocks_per_write
+    step = LIMITS.blocks_per_write(size)
     return [copies[start : start + step] for start in range(0, len(copies), step)]
 
 
-def count_sums(checksums: Checksums, number: int, num_copies: int) -> int:
+def count_sums(checksums: Checksums, load: Load, number: int, num_copies: int) -> int:
     """How many of a write's pieces a push would have summed, were it the `number`-th chunk of one."""
-    first = number * LIMITS.max_blocks_per_write
+    first = number * LIMITS.blocks_per_write(load.size_bytes)
     blocks = tuple(BlockGrant(first + place, place, 1) for place in range(num_copies))
     chunk = PushChunk(
         key=PushKey("load", 1), lease_id=1, rank=0, chunk=number, blocks=blocks, first_layer=0, num_layers=1

@@ -22,7 +22,7 @@ from kv_transfer.transport.shm_pool import create_pool
 
 NUM_BLOCKS = 256
 PUSH_TIMEOUT_S = 10.0
-LOOK_INTERVAL_S = 0.001
+LOOK_INTERVAL_S = 0.005
 
 T = TypeVar("T")
 

@@ -66,6 +66,7 @@ class PushHost:
         self._events: deque[ev.Event] = deque()
         self._is_handling = False
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns: int | None = None
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._loop.add_reader(transport.fileno(), self._port.poll)
 
@@ -199,7 +200,14 @@ class PushHost:
         self._verifier.submit(lambda: sums_of(self._memory, ranges), done, failed)
 
     def _set_timer(self) -> None:
+        deadline_ns = self.pushes.next_deadline_ns()
+        if deadline_ns == self._timer_ns:
+            return
         if self._timer is not None:
             self._timer.cancel()
-        deadline_ns = self.pushes.next_deadline_ns()
-        self._timer = None if deadline_ns is None else self._loop.call_at(deadline_ns / 1e9, self.post, ev.Tick())
+        self._timer_ns = deadline_ns
+        self._timer = None if deadline_ns is None else self._loop.call_at(deadline_ns / 1e9, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = self._timer_ns = None
+        self.post(ev.Tick())

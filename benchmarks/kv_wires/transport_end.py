@@ -85,7 +85,7 @@ class TransportEnd:
     def send(self, load: Load, seed: int, checksums: Checksums) -> Timing:
         """Posts as a push does: so many writes in flight, the next one when one has ended."""
         writes = scattered_writes(load, seed)
-        num_sums = [count_sums(checksums, number, len(write)) for number, write in enumerate(writes)]
+        num_sums = [count_sums(checksums, load, number, len(write)) for number, write in enumerate(writes)]
         num_posted = num_completed = 0
         watch = Stopwatch()
         is_done = False

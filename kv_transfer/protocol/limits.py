@@ -18,9 +18,11 @@ class PushLimits:
     """Pushes open at once, on either side; one more is refused."""
     max_inflight_writes: int = 4
     """Writes posted and not ended, a peer."""
-    max_blocks_per_write: int = 64
+    max_blocks_per_write: int = 128
     """Half as many cost a twentieth of the bandwidth for blocks of 360 KiB: between two writes the sender's caches hold
     KV and not its code."""
+    max_write_bytes: int = 64 << 20
+    """But one block at least. All writes in flight must end within `write_timeout_ns`, over slow networks as well."""
     write_timeout_ns: int = 10 * SECOND_NS
     """A write in flight for longer fails its push; a failed push waits as long again for its writes to end."""
     end_resend_interval_ns: int = 500 * MILLISECOND_NS
@@ -41,6 +43,11 @@ class PushLimits:
         for field in fields(self):
             if getattr(self, field.name) < 1:
                 raise ValueError(f"{field.name}: must be at least 1, is {getattr(self, field.name)}")
+
+    def blocks_per_write(self, block_size_bytes: int) -> int:
+        """At most so many, of so many bytes each; 0 where the size is not known."""
+        num_fitting = self.max_write_bytes // block_size_bytes if block_size_bytes else self.max_blocks_per_write
+        return max(1, min(self.max_blocks_per_write, num_fitting))
 
 
 MAX_CHUNKS = 65_535

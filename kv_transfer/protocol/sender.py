@@ -70,8 +70,8 @@ class PushSender:
     def __init__(
         self, limits: PushLimits, checksums: Checksums, block_size_bytes: int = 0, *, num_layers: int, rank: int = 0
     ) -> None:
-        """`checksums`: of which blocks. `block_size_bytes` is for the statistics in PushEnd alone. `num_layers`: of a
-        block. `rank`: this worker's within its gang."""
+        """`checksums`: of which blocks. `block_size_bytes` is for the bound on a write's bytes and the statistics in
+        PushEnd; 0 leaves both out. `num_layers`: of a block. `rank`: this worker's within its gang."""
         self._checksums = checksums
         self._num_layers = num_layers
         self._rank = rank
@@ -359,7 +359,7 @@ class PushSender:
         while link.turns and link.num_inflight < self._limits.max_inflight_writes:
             key = link.turns.popleft()
             push = link.pushes[key]
-            sources, message = push.take_chunk(self._limits.max_blocks_per_write, self._checksums)
+            sources, message = push.take_chunk(self._limits.blocks_per_write(push.block_size_bytes), self._checksums)
             write_id = self._next_write_id
             self._next_write_id += 1
             num_block_layers = len(sources) * message.num_layers

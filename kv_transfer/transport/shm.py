@@ -322,9 +322,10 @@ class ShmTransport:
             table = np.fromiter(chain.from_iterable(copies), dtype=np.int64, count=3 * len(copies)).reshape(-1, 3)
         except OverflowError as error:
             raise ValueError("copies: an offset or a size is outside of any pool") from error
-        # One look at all of them, as this is done for every write; whose fault it is matters only where there is one.
+        # A look at the outermost is quick, and enough where copies have one size; else each is looked at.
         limits = (self._memory.size, link.region.size_bytes)
-        if table.min() < 0 or table.max() > max(limits) or (table[:, :2] + table[:, 2:] > limits).any():
+        source, target, size = table.max(axis=0).tolist()
+        if table.min() < 0 or source + size > limits[0] or target + size > limits[1]:
             _refuse_outside(copies, limits)
         job = CopyJob(handle=handle, region=link.region, copies=table.view(np.uint64), num_sums=num_sums)
         self._posted[handle] = _Posted(link=link, outgoing=outgoing, job=job)

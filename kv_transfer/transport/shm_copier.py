@@ -8,6 +8,7 @@ import os
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
@@ -53,17 +54,15 @@ class Copier:
     def __init__(self, source: Memory, wake_fd: int) -> None:
         self._source = source
         self._wake_fd = wake_fd
-        self._jobs: deque[CopyJob] = deque()
+        self._jobs: SimpleQueue[CopyJob | None] = SimpleQueue()
+        """None wakes the thread up to stop."""
         self._ended: deque[CopyJob] = deque()
-        self._has_work = threading.Condition()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="kv-copier", daemon=True)
         self._thread.start()
 
     def submit(self, job: CopyJob) -> None:
-        with self._has_work:
-            self._jobs.append(job)
-            self._has_work.notify()
+        self._jobs.put(job)
 
     def take_ended(self) -> list[CopyJob]:
         ended = []
@@ -73,19 +72,12 @@ class Copier:
 
     def stop(self) -> None:
         """Waits for the job under way; the others never start."""
-        with self._has_work:
-            self._is_stopping = True
-            self._has_work.notify()
+        self._is_stopping = True
+        self._jobs.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            with self._has_work:
-                while not self._jobs and not self._is_stopping:
-                    self._has_work.wait()
-                if self._is_stopping:
-                    return
-                job = self._jobs.popleft()
+        while (job := self._jobs.get()) is not None and not self._is_stopping:
             try:
                 self._do(job)
             except Exception as error:  # noqa: BLE001 - as where memory is short; the thread must go on for other writes

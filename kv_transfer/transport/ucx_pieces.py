@@ -15,9 +15,9 @@ from kv_transfer.checksum import Memory
 from kv_transfer.protocol.plan import Copy, merge_copies
 from kv_transfer.transport.shm_copier import copy_ranges
 
-MAX_PIECE_BYTES = 1 << 20
-"""Longer ranges are cut, so that a cancelled write ends soon, and since they are slower by a quarter over TCP: what one
-end writes into the kernel is then no longer in the cache where the other reads it."""
+MAX_PIECE_BYTES = 3 << 20
+"""Longer ranges are cut, so that a cancelled write ends soon, and since they are slower over TCP: what one end writes
+into the kernel is then no longer in the cache where the other reads it. Shorter pieces cost more messages."""
 PACKED_BELOW_BYTES = 64 << 10
 MAX_PACKED_BYTES = 512 << 10
 """Of a message of several pieces."""

@@ -20,13 +20,16 @@ LOAD = Load(size_bytes=1000, total_bytes=100_500)
 
 
 def test_every_piece_goes_from_one_place_to_one_place() -> None:
-    writes = scattered_writes(LOAD, 1)
+    load = Load(size_bytes=1000, total_bytes=300_500)
+    writes = scattered_writes(load, 1)
     copies = [copy for write in writes for copy in write]
-    places = [number * 1000 for number in range(100)]
+    places = [number * 1000 for number in range(300)]
     assert sorted(copy.source_bytes for copy in copies) == sorted(copy.target_bytes for copy in copies) == places
     assert {copy.size_bytes for copy in copies} == {1000}
     assert max(map(len, writes)) == LIMITS.max_blocks_per_write
-    assert writes != scattered_writes(LOAD, 2)
+    assert writes != scattered_writes(load, 2)
+    large = Load(size_bytes=LIMITS.max_write_bytes // 3, total_bytes=LIMITS.max_write_bytes * 2)
+    assert list(map(len, scattered_writes(large, 1))) == [3, 3]
 
 
 def timings(*seconds: float, cpu: float = 1.0) -> list[Timing]:

@@ -134,6 +134,16 @@ def test_writes_have_blocks_of_the_same_layers() -> None:
     sender.check_invariants()
 
 
+@pytest.mark.parametrize(("max_bytes", "sizes"), [(9, [1] * 5), (10, [1] * 5), (29, [2, 2, 1]), (1000, [4, 1])])
+def test_a_write_has_a_bounded_number_of_bytes(max_bytes: int, sizes: list[int]) -> None:
+    """Of blocks of ten bytes: one at least, and no more than the bound on their number."""
+    sender = make_sender(PushLimits(max_inflight_writes=8, max_blocks_per_write=4, max_write_bytes=max_bytes))
+    sender.open(0, make_grant(5), 5)
+    sender.blocks_ready(1, KEY, [(index, 50 + index) for index in range(5)])
+    assert [len(write.source_blocks) for write in writes(sender.on_connected(2, DECODE))] == sizes
+    sender.check_invariants()
+
+
 def test_lost_layers_are_written_again() -> None:
     sender = make_sender()
     opened(sender, make_grant(1), 1)
