@@ -16,11 +16,12 @@ import torch
 from engine.core.step import StepPlan
 from engine.runner import Runner
 from tests.support.engine_model import make_step, real_model_dir, reference
-from tests.support.soak import share_of
+from tests.support.soak import ALL_PROMPTS, share_of
 
 BLOCK_SIZE = 16
 CHUNK = 256
 BATCH = 6
+NUM_TOKENS = 64 if ALL_PROMPTS else 32
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +32,13 @@ def model_dir() -> Path:
     return directory
 
 
+def _num_tokens(entry: dict[str, Any]) -> int:
+    return min(NUM_TOKENS, len(entry["output_ids"]))
+
+
 def _single(runner: Runner, entry: dict[str, Any]) -> torch.Tensor:
     """Logits [position, V] of the forced run."""
-    ids, output, table = entry["prompt_ids"], entry["output_ids"], list(range(140))
+    ids, output, table = entry["prompt_ids"], entry["output_ids"][:NUM_TOKENS], list(range(140))
     rows = [runner.logits(StepPlan(step_id=0, sequences=[make_step(ids, 0, table)]))[0]]
     for index, token in enumerate(output[:-1]):
         step = make_step([token], len(ids) + index, table)
@@ -55,8 +60,8 @@ def _prefill_and_push(prefill: Runner, decode: Runner, entry: dict[str, Any], ta
 def _apart(prefill: Runner, decode: Runner, entries: list[dict[str, Any]]) -> list[torch.Tensor]:
     tables = [list(range((number + 1) * 140 - 1, number * 140 - 1, -1)) for number in range(len(entries))]
     rows = [[_prefill_and_push(prefill, decode, entry, table)] for entry, table in zip(entries, tables, strict=True)]
-    for index in range(max(len(entry["output_ids"]) for entry in entries) - 1):
-        live = [number for number, entry in enumerate(entries) if index < len(entry["output_ids"]) - 1]
+    for index in range(max(_num_tokens(entry) for entry in entries) - 1):
+        live = [number for number, entry in enumerate(entries) if index < _num_tokens(entry) - 1]
         steps = [
             make_step(
                 [entries[n]["output_ids"][index]], len(entries[n]["prompt_ids"]) + index, tables[n], request_id=str(n)
@@ -87,5 +92,5 @@ def test_apart_and_single_have_the_same_logits(model_dir: Path) -> None:
                 differing += [(entry["name"], position) for position in torch.nonzero(~is_equal_P).flatten().tolist()]
     finally:
         torch.set_num_threads(num_threads)
-    assert num_positions > 1000
+    assert num_positions > 500
     assert not differing
