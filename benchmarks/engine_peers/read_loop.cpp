@@ -18,6 +18,18 @@ constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kStride = 4 * sizeof(Vector);
 constexpr size_t kPrefetchAhead = 2048;
 
+#if defined(__AVX512F__)
+typedef __m512 Floats;
+constexpr int kFloatSums = 16;
+Floats fill(float value) { return _mm512_set1_ps(value); }
+Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
+#elif defined(__FMA__)
+typedef __m256 Floats;
+constexpr int kFloatSums = 12;  // of sixteen registers
+Floats fill(float value) { return _mm256_set1_ps(value); }
+Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
+#endif
+
 }  // namespace
 
 extern "C" {
@@ -75,28 +87,16 @@ uint64_t multiply_pairs_run(uint64_t num_rounds) {
 }
 
 uint64_t multiply_floats_run(uint64_t num_rounds) {
-#if defined(__AVX512F__) && !defined(__AMX_BF16__)
-  constexpr int kSums = 16;
-  __m512 sums[kSums];
-  for (int i = 0; i < kSums; ++i) sums[i] = _mm512_set1_ps(float(i));
-  __m512 a = _mm512_set1_ps(1), b = a;
+#if defined(__FMA__) && !defined(__AMX_BF16__)
+  Floats sums[kFloatSums];
+  for (int i = 0; i < kFloatSums; ++i) sums[i] = fill(float(i));
+  Floats a = fill(1), b = a;
   for (uint64_t round = 0; round < num_rounds; ++round) {
-    for (int i = 0; i < kSums; ++i) sums[i] = _mm512_fmadd_ps(a, b, sums[i]);
+    for (int i = 0; i < kFloatSums; ++i) sums[i] = multiply_add(a, b, sums[i]);
     asm volatile("" : "+v"(a), "+v"(b));
   }
-  for (int i = 0; i < kSums; ++i) asm volatile("" : : "v"(sums[i]));
-  return num_rounds * kSums * 16;
-#elif defined(__FMA__) && !defined(__AVX512F__)
-  constexpr int kSums = 12;
-  __m256 sums[kSums];
-  for (int i = 0; i < kSums; ++i) sums[i] = _mm256_set1_ps(float(i));
-  __m256 a = _mm256_set1_ps(1), b = a;
-  for (uint64_t round = 0; round < num_rounds; ++round) {
-    for (int i = 0; i < kSums; ++i) sums[i] = _mm256_fmadd_ps(a, b, sums[i]);
-    asm volatile("" : "+x"(a), "+x"(b));
-  }
-  for (int i = 0; i < kSums; ++i) asm volatile("" : : "x"(sums[i]));
-  return num_rounds * kSums * 8;
+  for (int i = 0; i < kFloatSums; ++i) asm volatile("" : : "v"(sums[i]));
+  return num_rounds * kFloatSums * (sizeof(Floats) / sizeof(float));
 #else
   (void)num_rounds;
   return 0;

@@ -19,8 +19,8 @@ class PushLimits:
     max_inflight_writes: int = 4
     """Writes posted and not ended, a peer."""
     max_blocks_per_write: int = 128
-    """Half as many cost a twentieth of the bandwidth for blocks of 360 KiB: between two writes the sender's caches hold
-    KV and not its code."""
+    """Half as many cost up to a tenth of the bandwidth for blocks of 360 KiB: between two writes the sender's caches
+    hold KV and not its code."""
     max_write_bytes: int = 64 << 20
     """But one block at least. All writes in flight must end within `write_timeout_ns`, over slow networks as well."""
     write_timeout_ns: int = 10 * SECOND_NS
