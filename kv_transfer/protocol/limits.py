@@ -14,6 +14,9 @@ class PushLimits:
 
     lease_ttl_ns: int = 10 * SECOND_NS
     """What an owner puts into Grant.ttl_ns; renewed RENEWALS_PER_TTL times within it."""
+    first_renewal_ns: int = 50 * MILLISECOND_NS
+    """When a push over a connection that is there asks for its lease, all that began since in one message; most short
+    prompts' pushes are over by then and never ask."""
     max_pushes: int = 1024
     """Pushes open at once, on either side; one more is refused."""
     max_inflight_writes: int = 4

@@ -119,7 +119,8 @@ class PushSender:
         link = self._links.setdefault(grant.receiver, _Link())
         link.pushes[grant.key] = push
         if link.state is _LinkState.CONNECTED:
-            effects += self._renew(now_ns, grant.receiver, link)
+            due_ns = now_ns + min(self._limits.first_renewal_ns, _renewal_interval_ns(grant))
+            link.renew_due_ns = due_ns if link.renew_due_ns is None else min(link.renew_due_ns, due_ns)
         elif link.state is _LinkState.IDLE:
             link.state = _LinkState.CONNECTING
             effects.append(ConnectPeer(peer=grant.receiver))
@@ -275,7 +276,7 @@ class PushSender:
         for peer, link in self._links.items():
             assert link.num_inflight == sum(len(push.inflight) for push in link.pushes.values())
             assert len(link.turns) == len(dict.fromkeys(link.turns)), "a push has one turn"
-            assert link.state is _LinkState.CONNECTED or link.renew_due_ns is None
+            assert link.renew_due_ns is None or (link.pushes and link.state is _LinkState.CONNECTED)
             for key, push in link.pushes.items():
                 assert self._pushes[key] is push and push.peer == peer
                 assert (key in link.turns) == push.has_work, "a push has a turn exactly while it has work"
@@ -397,7 +398,7 @@ class PushSender:
         if not alive or link.state is not _LinkState.CONNECTED:
             link.renew_due_ns = None
             return []
-        link.renew_due_ns = now_ns + max(1, min(push.grant.ttl_ns for push in alive) // RENEWALS_PER_TTL)
+        link.renew_due_ns = now_ns + min(_renewal_interval_ns(push.grant) for push in alive)
         message = LeaseRenew(lease_ids=tuple(push.grant.lease_id for push in alive), sent_ns=now_ns)
         return [SendMessage(peer=peer, message=message)]
 
@@ -460,8 +461,10 @@ class PushSender:
         del self._pushes[key]
         link = self._links[push.peer]
         del link.pushes[key]
-        if not link.pushes and link.state is not _LinkState.CONNECTED:
-            del self._links[push.peer]
+        if not link.pushes:
+            link.renew_due_ns = None
+            if link.state is not _LinkState.CONNECTED:
+                del self._links[push.peer]
 
     def _drop_link(self, now_ns: int, peer: PeerId, reason: str) -> list[PushEffect]:
         link = self._links.get(peer)
@@ -483,3 +486,7 @@ class PushSender:
             if other.name == peer.name and other.incarnation < peer.incarnation:
                 effects += self._drop_link(now_ns, other, f"{peer.name} has a newer life")
         return effects
+
+
+def _renewal_interval_ns(grant: Grant) -> int:
+    return max(1, grant.ttl_ns // RENEWALS_PER_TTL)

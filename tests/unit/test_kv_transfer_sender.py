@@ -361,6 +361,30 @@ def test_lease_counts_from_before_the_renewal_was_sent() -> None:
     assert effects[-1] == SourceReleased(key=KEY, committed=False)
 
 
+def test_pushes_over_a_connection_that_is_there_ask_for_their_leases_in_one_message() -> None:
+    sender = make_sender()
+    assert sender.on_connected(0, DECODE) == []
+    for number in range(3):
+        grant = make_grant(0, key=PushKey(f"r{number}", 1), lease_id=number)
+        assert sender.open(number, grant, 0) == []
+    sender.finish(3, PushKey("r0", 1), 20, FIRST)
+    sender.on_message(4, DECODE, PushCommitted(key=PushKey("r0", 1), lease_id=0))
+    assert sender.on_tick(LIMITS.first_renewal_ns - 1) == []
+    assert messages(sender.on_tick(LIMITS.first_renewal_ns)) == [
+        LeaseRenew(lease_ids=(1, 2), sent_ns=LIMITS.first_renewal_ns)
+    ]
+
+
+def test_a_push_that_is_over_before_asks_for_no_lease() -> None:
+    sender = make_sender()
+    sender.on_connected(0, DECODE)
+    sender.open(0, make_grant(0), 0)
+    sender.finish(1, KEY, 20, FIRST)
+    sender.on_message(2, DECODE, PushCommitted(key=KEY, lease_id=5))
+    assert sender.next_deadline_ns() is None
+    sender.check_invariants()
+
+
 def test_reply_from_the_future_renews_nothing() -> None:
     sender = make_sender()
     opened(sender, make_grant(), 3)
