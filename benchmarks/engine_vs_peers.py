@@ -2,8 +2,9 @@
 
 Every side is a process that answers to this one, pinned to one core and then to two; they take turns round by round
 and only one of them computes at a time. Baton is its scheduler and runner, vLLM the engine behind its offline class
-(compiled), transformers a loop around its model. Prefix caches are off, prompts are new in every round. What the sides
-drew is checked token by token with the model in float32 (engine_peers/outputs.py).
+(compiled), transformers a loop around its model, which sits out what would take it too long (`transformers_left_out`).
+Prefix caches are off, prompts are new in every round. What the sides drew is checked token by token with the model in
+float32 (engine_peers/outputs.py).
 
 vLLM lives in an environment of its own, which the script makes at first use (engine_peers/vllm_environment.py).
 """

@@ -75,6 +75,7 @@ class Evaluation:
             },
             "long_kv_bytes": samples.long_kv_bytes,
             "threads": samples.threads,
+            "transformers_left_out": samples.left_out,
         }
 
     def _speed(
@@ -87,7 +88,7 @@ class Evaluation:
         report: Report,
     ) -> None:
         """Tokens a second; `times_s` holds seconds for `num_tokens` of them, by side and round."""
-        for side in ENGINES:
+        for side in times_s:
             speed = figure([num_tokens / seconds for seconds in times_s[side]])
             report.results.append(_plain(f"{measure}, {setting}: {side}", speed, "tokens/s"))
         over_vllm = figure(ratios(times_s[VLLM], times_s[BATON]))

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.engine_peers.outputs import Sample
 from benchmarks.engine_peers.prompts import PromptSource
-from benchmarks.engine_peers.sides import BATON, READER, Setting, engine_sides
+from benchmarks.engine_peers.sides import BATON, READER, TRANSFORMERS, Setting, engine_sides
 from benchmarks.engine_peers.threads import ThreadUse, check_placement
 from benchmarks.engine_peers.worker_process import Worker
 
@@ -20,6 +20,8 @@ SMALLEST_CHUNK = 192
 """Tokens that every engine prefills in a step at least, beside the tokens of the sequences that decode."""
 MAX_JUDGED_TOKENS = 8192
 """Of a group's prompts, so that judging takes no longer than measuring."""
+MAX_TRANSFORMERS_PREFILL_S = 240.0
+"""Of a decode measure's prompts. Where a processor has no bfloat16 instructions, it would take hours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,7 @@ class Samples:
         products_per_s: of the plain loop, once a prefill round.
         long_kv_bytes: what the KV of LONG_STEP has more than that of SHORT_STEP.
         threads: those that computed.
+        left_out: why transformers took no part, by measure.
     """
 
     seconds: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
@@ -50,6 +53,7 @@ class Samples:
     products_per_s: list[float] = field(default_factory=list)
     long_kv_bytes: int = 0
     threads: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def add(self, measure: str, side: str, seconds: Any) -> None:
         self.seconds.setdefault(measure, {}).setdefault(side, []).append(seconds)
@@ -80,6 +84,7 @@ class Measuring:
         self._cores = cores
         self._effort = effort
         self._num_plan_tokens: dict[str, int] = {}
+        self._transformers_tokens_per_s: float | None = None
 
     def prefill(self, num_tokens: int) -> None:
         """One prompt after the other, each new, each put to all sides in turn. The first warms up."""
@@ -95,6 +100,7 @@ class Measuring:
             if number > 0:
                 self.samples.products_per_s.append(self._reader.call("multiply"))
             self.samples.answers.append(Sample(measure=measure, prompt=prompt, tokens=tokens))
+        self._transformers_tokens_per_s = num_tokens / min(self.samples.seconds[measure][TRANSFORMERS])
         _say(measure)
 
     def decode(self, batch: int, context: int, *, rounds: int, steps: int, read_bytes: int = 0) -> None:
@@ -102,22 +108,32 @@ class Measuring:
         measure = decode_name(batch, context)
         prompts = self._prompts.draw_many(batch, context - rounds * steps // 2)
         max_tokens = _max_tokens(batch, context, rounds * steps)
-        before = {name: _threads(worker) for name, worker in self._engines.items()}
-        for worker in self._engines.values():
+        engines = self._taking_part(measure, batch * context)
+        before = {name: _threads(worker) for name, worker in engines.items()}
+        for worker in engines.values():
             worker.call("open", prompts=prompts, max_tokens=max_tokens)
         for _ in range(rounds):
-            for name, worker in self._engines.items():
+            for name, worker in engines.items():
                 self.samples.add(measure, name, worker.call("steps", count=steps))
             if read_bytes:
                 self.samples.add(measure, READER, self._reader.call("read", size_bytes=read_bytes, count=NUM_READS))
-        for name, worker in self._engines.items():
+        for name, worker in engines.items():
             busy = check_placement(before[name], _threads(worker), self._cores)
             self.samples.threads[f"{name}: {measure}"] = [
                 {"name": use.name, "cores": use.cores, "cpu_s": use.cpu_s} for use in busy
             ]
         self._num_plan_tokens[measure] = self._engines[BATON].call("keep_plan", name=measure)
-        self._close(measure, prompts)
+        self._close(measure, prompts, engines)
         _say(measure)
+
+    def _taking_part(self, measure: str, num_tokens: int) -> Mapping[str, Worker]:
+        """All, or all but transformers where it would prefill so many tokens for too long: no target is about it."""
+        assert self._transformers_tokens_per_s is not None, "prefill is measured first"
+        prefill_s = num_tokens / self._transformers_tokens_per_s
+        if prefill_s <= MAX_TRANSFORMERS_PREFILL_S:
+            return self._engines
+        self.samples.left_out[measure] = f"its prefill of {num_tokens:,} tokens would take {prefill_s:.0f} s"
+        return {name: worker for name, worker in self._engines.items() if name != TRANSFORMERS}
 
     def outside_kernels(self, batch: int, context: int, *, rounds: int, steps: int) -> None:
         """Baton's steps, and the part of each that its kernels take."""
@@ -146,8 +162,8 @@ class Measuring:
         num_hits = self._engines[BATON].call("num_cache_hits")
         assert num_hits == 0, f"{num_hits} tokens came from Baton's prefix cache"
 
-    def _close(self, measure: str, prompts: list[list[int]]) -> None:
-        tokens = {name: worker.call("close") for name, worker in self._engines.items()}
+    def _close(self, measure: str, prompts: list[list[int]], engines: Mapping[str, Worker]) -> None:
+        tokens = {name: worker.call("close") for name, worker in engines.items()}
         for index, prompt in enumerate(prompts[: max(1, MAX_JUDGED_TOKENS // len(prompts[0]))]):
             answers = {name: sequences[index] for name, sequences in tokens.items()}
             self.samples.answers.append(Sample(measure=measure, prompt=prompt, tokens=answers))

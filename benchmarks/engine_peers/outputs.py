@@ -57,9 +57,11 @@ def verdict(samples: Sequence[Sample], side: str) -> Verdict:
 
 
 def divergences(samples: Sequence[Sample], side: str, other: str) -> list[Divergence]:
-    """The first place where each pair of answers differs, if it does so within the shorter one."""
+    """The first place where each pair of answers differs, if there are two and they differ within the shorter one."""
     found = []
     for sample in samples:
+        if not {side, other} <= sample.tokens.keys():
+            continue
         pairs = enumerate(zip(sample.tokens[side], sample.tokens[other], strict=False))
         position = next((position for position, (mine, theirs) in pairs if mine != theirs), None)
         if position is not None:

@@ -210,6 +210,8 @@ class PushReceiver:
         return effects
 
     def next_deadline_ns(self) -> int | None:
+        if not self._pushes:  # asked after every event of a worker
+            return None
         deadlines = [push.next_deadline_ns(push.peer in self._connected) for push in self._pushes.values()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 

@@ -236,6 +236,8 @@ class PushSender:
         return effects
 
     def next_deadline_ns(self) -> int | None:
+        if not self._pushes:  # asked after every event of a worker
+            return None
         deadlines = [push.next_deadline_ns() for push in self._pushes.values()]
         deadlines += [link.renew_due_ns for link in self._links.values() if link.renew_due_ns is not None]
         return min(deadlines, default=None)

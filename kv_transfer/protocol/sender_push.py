@@ -151,7 +151,8 @@ class OutgoingPush:
             num_layers=len(chunk.layers),
             round=self.round,
         )
-        return chunk.sources, replace(message, summed=summed_positions(checksums, message))
+        summed = summed_positions(checksums, message)
+        return chunk.sources, replace(message, summed=summed) if summed else message
 
     def _next_chunk(self, max_blocks: int) -> Chunk:
         layers = self.pending[0].layers
@@ -200,8 +201,11 @@ class OutgoingPush:
     def next_deadline_ns(self) -> int:
         if self.phase is SenderPhase.STOPPING:
             return self.settle_deadline_ns
-        deadlines = (self.lease_deadline_ns, self.write_deadline_ns, self.end_due_ns)
-        return min(deadline for deadline in deadlines if deadline is not None)
+        deadline_ns = self.lease_deadline_ns
+        for due_ns in (self.write_deadline_ns, self.end_due_ns):
+            if due_ns is not None and due_ns < deadline_ns:
+                deadline_ns = due_ns
+        return deadline_ns
 
     def check_invariants(self) -> None:
         if self.phase is SenderPhase.STOPPING:

@@ -14,6 +14,8 @@ from kv_transfer.transport.shm_wire import MAX_FRAME_BYTES
 MAX_QUEUED_FRAMES = 4096
 """Frames that wait for the peer to read; one more and it counts as gone."""
 MAX_FRAMES_PER_POLL = 256
+_TRUNCATED = int(socket.MSG_TRUNC)
+"""A plain number: `socket`'s own is an enum, a hundred times slower to look at."""
 
 
 _log = logging.getLogger(__name__)
@@ -68,7 +70,7 @@ class Link:
                 return frames, str(error)
             if not data:
                 return frames, "closed"
-            if flags & socket.MSG_TRUNC:
+            if flags & _TRUNCATED:
                 return frames, f"sent a frame of more than {MAX_FRAME_BYTES} bytes"
             frames.append(data)
         return frames, None

@@ -59,6 +59,7 @@ def test_only_the_first_divergence_counts_and_an_early_end_is_none() -> None:
     assert found.position == 1
     assert found.margin == pytest.approx(0.2)
     assert divergences([_sample([5, 6, 7], [5, 6], margins)], "mine", "theirs") == []
+    assert divergences([_sample([5, 6, 7], [5, 8, 9], margins)], "mine", "of one that took no part") == []
 
 
 def test_threads_on_all_their_cores_and_no_others() -> None:
