@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 
 from cluster.core.disaggregation import DisaggregationConfig
@@ -156,9 +157,20 @@ def _poisoned(draw: random.Random, requests: tuple[Request, ...]) -> tuple[Reque
     for _ in range(draw.choice((0, 0, 0, 0, 0, 0, 0, 1, 2))):
         index = draw.randrange(len(changed))
         num_tokens = draw.randint(1, len(changed[index].prompt_ids) + 8)
-        poison = Poison(kind=draw.choice(tuple(PoisonKind)), num_tokens=num_tokens)
+        kind = draw.choice(tuple(PoisonKind))
+        if kind is PoisonKind.NOT_FINITE:
+            num_tokens = max(num_tokens, _num_shared_tokens(requests, index) + 1)
+        poison = Poison(kind=kind, num_tokens=num_tokens)
         changed[index] = dataclasses.replace(changed[index], poison=poison)
     return tuple(changed)
+
+
+def _num_shared_tokens(requests: tuple[Request, ...], index: int) -> int:
+    """Of the request's prompt, the leading ones that another prompt has as well. What is computed for a text depends on
+    that text alone, so what is not finite for one of them would be for the other, and nobody would be served wrong."""
+    prompt_ids = requests[index].prompt_ids
+    others = [other.prompt_ids for place, other in enumerate(requests) if place != index]
+    return max((len(os.path.commonprefix([prompt_ids, other])) for other in others), default=0)
 
 
 def _sampling(draw: random.Random, room: int) -> SamplingParams:

@@ -439,6 +439,18 @@ def test_a_fence_gives_the_peer_up_everywhere() -> None:
     assert bench.worker_says(D0, PeerFenced(peer=P0)) == []
 
 
+@pytest.mark.bad_day(18)
+def test_a_life_that_was_fenced_before_it_came_is_refused() -> None:
+    """It was stopped while the coordinator restarted: a write of it may wait for ever for that fence's effect on it."""
+    bench = Bench()
+    bench.join(D0)
+    bench.worker_says(D0, PeerFenced(peer=P0))
+    bench.join(P0)
+    assert isinstance(only(bench.commands(P0)), WorkerRefused)
+    bench.join(WorkerId(P0.name, 2))
+    assert isinstance(bench.commands(WorkerId(P0.name, 2))[0], WorkerWelcome), "its next life is a worker like any other"
+
+
 def test_a_fence_that_is_told_of_at_the_next_reservation_leads_to_another_placement() -> None:
     """So a worker answers a coordinator that has not heard of the fence; its refusal comes behind it."""
     bench = _bench()

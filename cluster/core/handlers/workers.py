@@ -84,10 +84,10 @@ def on_block_events(parts: Parts, sender: Worker, message: BlockEvents) -> None:
 
 
 def on_peer_fenced(parts: Parts, now_ns: int, sender: WorkerId, message: PeerFenced) -> None:
-    """The sender has cut that life of the peer off, told to or because a lease expired: it is given up everywhere."""
+    """The sender has cut that life of the peer off, told to or because a lease expired: it is given up everywhere, and
+    refused if it has yet to register with this life of the coordinator."""
     parts.leases.close_reserved_from(sender, message.peer)
-    if parts.workers.get(message.peer) is not None:
-        lose_worker(parts, now_ns, message.peer, f"{sender} has fenced it")
+    lose_worker(parts, now_ns, message.peer, f"{sender} has fenced it")
 
 
 def on_silence(parts: Parts, now_ns: int, worker_id: WorkerId) -> None:
