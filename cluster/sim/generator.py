@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
+from itertools import takewhile
 
 from cluster.core.disaggregation import DisaggregationConfig
 from cluster.core.tenant_config import NamedTenant, QuotaConfig, TenantConfig, TenantsConfig
@@ -170,7 +170,8 @@ def _num_shared_tokens(requests: tuple[Request, ...], index: int) -> int:
     that text alone, so what is not finite for one of them would be for the other, and nobody would be served wrong."""
     prompt_ids = requests[index].prompt_ids
     others = [other.prompt_ids for place, other in enumerate(requests) if place != index]
-    return max((len(os.path.commonprefix([prompt_ids, other])) for other in others), default=0)
+    pairs = [zip(prompt_ids, other, strict=False) for other in others]
+    return max((sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], each)) for each in pairs), default=0)
 
 
 def _sampling(draw: random.Random, room: int) -> SamplingParams:

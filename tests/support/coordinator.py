@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cluster.core.commands import CommandBody
 from cluster.core.config import ClusterConfig, CoordinatorConfig, ModelConfig, PoolConfig
@@ -156,13 +156,13 @@ class Bench:
             self.worker_says(worker, Heartbeat(load=make_load(100, **load)))
 
     def submit(
-        self, request_id: str = "r", *, num_prompt_tokens: int = 40, max_tokens: int = 8, **fields: int
+        self, request_id: str = "r", *, num_prompt_tokens: int = 40, max_tokens: int = 8, **fields: Any
     ) -> list[Effect]:
         message = Submit(
             request_id=request_id,
             num_prompt_tokens=num_prompt_tokens,
             max_tokens=max_tokens,
-            **fields,  # type: ignore[arg-type]
+            **fields,
         )
         return self.front_says(message)
 

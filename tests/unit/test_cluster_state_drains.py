@@ -15,6 +15,8 @@ from cluster.core.ids import AttemptId, Outcome, Role, WorkerId
 from cluster.core.limits import LEAVE_TIMEOUT_NS, NEXT_LIFE_NS, NS_PER_MS
 from cluster.core.messages import (
     AttemptFailed,
+    BlockEvents,
+    BlockRun,
     Committed,
     Finished,
     Heartbeat,
@@ -24,6 +26,7 @@ from cluster.core.messages import (
     Resubmit,
 )
 from cluster.core.reports import LeaseInfo
+from engine.core.block_hash import ROOT_HASH, hash_blocks
 from tests.support.coordinator import D0, D1, P0, P1, TIMELINE, Bench, make_config, make_hello, make_load, only
 
 R1 = AttemptId("r", 1)
@@ -173,6 +176,29 @@ def test_a_migrated_answer_goes_on_from_the_kv_of_the_drained_worker(bench: Benc
     finish(bench, D1, second)
     leave(bench, D0)
     bench.assert_nothing_left()
+
+
+def test_a_drained_worker_fetches_nothing_for_the_answer_that_it_pushes() -> None:
+    """It has all of it, though it may not have told of it yet."""
+    bench = Bench(make_config(fetch_prefixes=True))
+    bench.join(P0, D0)
+    bench.connect()
+    bench.beat(P0, D0, step_ms_per_token=10.0)
+    chain = b"".join(hash_blocks(range(320), 16, b""))
+    bench.submit("r", num_prompt_tokens=320, block_hashes=chain)
+    bench.grant(R1)
+    bench.worker_says(P0, PrefillDone(attempt=R1, outcome=None, timeline=TIMELINE))
+    told = BlockEvents(sequence_number=1, is_snapshot=True, stored=(BlockRun(parent=ROOT_HASH, hashes=chain),))
+    bench.worker_says(P0, told)
+    bench.worker_says(D0, Committed(attempt=R1, timeline=TIMELINE))
+    bench.release(P0, R1)
+    bench.join(D1)
+    drain(bench, D0, migrate=True)
+    bench.release(D0, R1)
+    bench.front_says(Resubmit(request_id="r", failed_attempt=1, num_delivered=3, block_hashes=chain))
+    reserve = only(bench.commands(D1))
+    assert isinstance(reserve, Reserve) and reserve.source.worker == D0
+    assert bench.commands(D0) == []
 
 
 def test_several_long_answers_all_come_from_the_drained_worker() -> None:

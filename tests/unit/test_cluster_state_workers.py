@@ -448,7 +448,9 @@ def test_a_life_that_was_fenced_before_it_came_is_refused() -> None:
     bench.join(P0)
     assert isinstance(only(bench.commands(P0)), WorkerRefused)
     bench.join(WorkerId(P0.name, 2))
-    assert isinstance(bench.commands(WorkerId(P0.name, 2))[0], WorkerWelcome), "its next life is a worker like any other"
+    assert isinstance(bench.commands(WorkerId(P0.name, 2))[0], WorkerWelcome), (
+        "its next life is a worker like any other"
+    )
 
 
 def test_a_fence_that_is_told_of_at_the_next_reservation_leads_to_another_placement() -> None:

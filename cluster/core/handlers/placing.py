@@ -65,7 +65,7 @@ def _decide(parts: Parts, request: Request, demand: Demand, candidates: Candidat
     if source is not None and why_local is None:
         num_held = (demand.num_tokens - 1) // demand.block_size
         held = {**candidates.num_held_blocks, source.id: num_held}
-        only = replace(candidates, prefill=(source,), num_held_blocks=held, rules=ALWAYS_PUSHED)
+        only = replace(candidates, prefill=(source,), num_held_blocks=held, rules=ALWAYS_PUSHED, sources=())
         decision = place(demand, only, request.excluded)
         if isinstance(decision, Placement) and decision.prefill is not None:
             return decision
@@ -125,6 +125,8 @@ def _fetch_prefix(parts: Parts, now_ns: int, request: Request, candidates: Candi
     if not candidates.sources:
         return
     reader = _registered(parts, placement.prefill or placement.decode)
+    if reader.id == request.source:  # it is being drained, and has all of it
+        return
     num_own_blocks = candidates.num_held_blocks.get(reader.id, 0)
     usual = usual_costs(candidates.prefill or candidates.decode)
     fetch = fetch_of(reader, candidates.sources, num_own_blocks, parts.config.kv.block_size, parts.links, usual)
