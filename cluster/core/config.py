@@ -157,7 +157,7 @@ class CoordinatorConfig:
     heartbeat_timeout_s: float = 10.0
     max_attempts: int = 3
     lease_ttl_s: float = 10.0
-    fetch_prefixes: bool = False
+    fetch_prefixes: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,7 +404,7 @@ def _parse_coordinator(section: Section) -> CoordinatorConfig:
         heartbeat_timeout_s=section.number("heartbeat_timeout_s", default=10.0, minimum=0.1, maximum=MAX_SECONDS),
         max_attempts=section.integer("max_attempts", default=3, minimum=1, maximum=100),
         lease_ttl_s=section.number("lease_ttl_s", default=10.0, minimum=0.1, maximum=MAX_SECONDS),
-        fetch_prefixes=section.boolean("fetch_prefixes", default=False),
+        fetch_prefixes=section.boolean("fetch_prefixes", default=True),
     )
     section.finish()
     return coordinator

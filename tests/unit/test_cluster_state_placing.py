@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from cluster.core.commands import Reserve, RunLocal
 from cluster.core.ids import AttemptId, Outcome, WorkerId
@@ -56,6 +59,21 @@ def test_a_prompt_goes_where_its_beginning_is() -> None:
     assert isinstance(reserve, Reserve) and reserve.source.worker == P1
     why = bench.state.requests(bench.now_ns)[0].why
     assert "p1#1 reads 160 of 320 tokens after 0" in why
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_prefix_is_fetched_only_where_transports_reach_the_pool(device: str) -> None:
+    config = make_config(with_prefill=False)
+    bench = Bench(replace(config, pools=tuple(replace(pool, device=device) for pool in config.pools)))
+    bench.connect()
+    bench.join(D0, D1)
+    bench.beat(D1, step_ms_per_token=10.0)
+    tell(bench, D0, 1, 20)
+    bench.worker_says(D0, Heartbeat(load=make_load(25)))  # room for one
+    submit(bench, "one")
+    submit(bench)
+    fetch = [body.num_prefix_blocks for body in bench.commands(D1) if isinstance(body, Reserve)]
+    assert bench.phase() == "local" and fetch == ([19] if device == "cpu" else [])
 
 
 def test_only_what_is_not_cached_counts_as_backlog() -> None:

@@ -80,7 +80,12 @@ def _source(parts: Parts, request: Request) -> Worker | None:
     if drain is None or drain.is_told_to_leave:
         return None
     worker = parts.workers.get(request.source)
-    return worker if worker is not None and worker.pool.device == "cpu" else None
+    return worker if worker is not None and _pushes(worker) else None
+
+
+def _pushes(worker: Worker) -> bool:
+    """Whether its pool is in memory that transports reach: to others that take whole requests nothing is pushed."""
+    return worker.pool.device == "cpu"
 
 
 def _candidates(parts: Parts, now_ns: int, request: Request) -> Candidates:
@@ -115,7 +120,7 @@ def _sources(request: Request, held: HeldPrefixes, workers: tuple[Worker, ...]) 
     """Those from whom the reader could fetch most. What a worker is only expected to compute is not there yet."""
     if request.suspicions:
         return ()
-    told = [(worker, held.num_told_blocks_of(worker.id)) for worker in workers]
+    told = [(worker, held.num_told_blocks_of(worker.id)) for worker in workers if _pushes(worker)]
     told = [(worker, num_blocks) for worker, num_blocks in told if num_blocks]
     return tuple(sorted(told, key=lambda each: (-each[1], each[0].id))[:MAX_SOURCES])
 
@@ -125,7 +130,7 @@ def _fetch_prefix(parts: Parts, now_ns: int, request: Request, candidates: Candi
     if not candidates.sources:
         return
     reader = _registered(parts, placement.prefill or placement.decode)
-    if reader.id == request.source:  # it is being drained, and has all of it
+    if reader.id == request.source or not _pushes(reader):  # the former is being drained, and has all of it
         return
     num_own_blocks = candidates.num_held_blocks.get(reader.id, 0)
     usual = usual_costs(candidates.prefill or candidates.decode)
